@@ -1,0 +1,42 @@
+"""What every backend is to the engine. Backends differ below this line and nowhere above it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.core.step import StepPlan, StepResult
+
+TokenMasks = Mapping[int, bytes]  # slot -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a runner found it can hold."""
+
+    num_blocks: int  # the null block included
+    block_size: int
+    max_seqs: int
+    max_context: int
+    vocab_size: int
+
+
+class Runner(Protocol):
+    """Executes plans strictly in order, so a block that is free may be reused by the next plan at once.
+
+    The last sample of each slot is the one thing a runner may know that a plan does not say.
+    """
+
+    def capacity(self) -> Capacity: ...
+
+    def forward(self, plan: StepPlan) -> None:
+        """Enqueue a step: its copies, then its forward pass. Does not wait for the device."""
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        """Enqueue sampling for the step just enqueued. Does not wait for the device."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that has not been collected."""
+
+    def close(self) -> None: ...

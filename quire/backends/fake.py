@@ -1,0 +1,209 @@
+"""A runner without a model, strict enough to prove the scheduler by.
+
+Its memory holds, for every position, a digest of the whole prefix up to it: real KV depends on all that came before,
+and a fake that stored bare tokens could not tell a block from one with the same tokens after another parent. To compute
+a token it reads the whole context back through the block table, so one wrong block anywhere changes the answer.
+
+`run_alone` computes the same answer for one request in memory of its own, with no blocks, batch or cache.
+That the two agree, whatever is shared, chunked, preempted or evicted, is the theorem the simulator tests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+
+from quire.backends.base import Capacity, TokenMasks
+from quire.core.request import SamplingParams
+from quire.core.step import BlockCopy, SeqSlice, StepPlan, StepResult
+from quire.errors import InvariantViolation
+
+POISON = -1  # what memory nobody has written yet contains; digests are never negative
+_MASK = 2**62 - 1
+
+
+def digest(*parts: int) -> int:
+    """Of integers only, so it is the same in every process."""
+    return hash(parts) & _MASK
+
+
+def choose_token(context: int, sampling: SamplingParams, history: Sequence[int], vocab_size: int) -> int:
+    """The token after a context. Uses everything a real sampler may: seed, sample index, position and history."""
+    parts = [context, len(history)]
+    if sampling.temperature > 0:
+        parts += [sampling.seed, sampling.sample_index]
+    if sampling.repetition_penalty != 1.0:
+        parts.append(digest(*history))
+    return digest(*parts) % vocab_size
+
+
+class Fold:
+    """A running digest of a context, block by block: what attention over all of it would see."""
+
+    __slots__ = ("_block_size", "_open", "done")
+
+    def __init__(self, block_size: int, done: int = 0) -> None:
+        self._block_size = block_size
+        self.done = done  # digest of all full blocks
+        self._open: list[int] = []  # entries since
+
+    def read(self, entries: Sequence[int]) -> None:
+        """Take in entries that end at or before the end of the block."""
+        self._open += entries
+        if len(self._open) == self._block_size:
+            self.done = digest(self.done, *self._open)
+            self._open = []
+
+    def entry(self, token: int, position: int) -> int:
+        """What the KV of this token is, after this context."""
+        return digest(self.done, *self._open, token, position)
+
+    def value(self) -> int:
+        return digest(self.done, *self._open)
+
+
+def run_alone(
+    prompt: Sequence[int], sampling: SamplingParams, num_tokens: int, *, block_size: int, vocab_size: int
+) -> list[int]:
+    """The oracle: the next `num_tokens` tokens of one request that has the machine for itself."""
+    fold = Fold(block_size)
+    history = list(prompt)
+    for position, token in enumerate(prompt):
+        fold.read((fold.entry(token, position),))
+    for _ in range(num_tokens):
+        token = choose_token(fold.value(), sampling, history, vocab_size)
+        fold.read((fold.entry(token, len(history)),))
+        history.append(token)
+    return history[len(prompt) :]
+
+
+class FakeRunner:
+    """Runs plans eagerly, in `forward`, or as late as `collect`: an eager fake would hide every race.
+
+    Does copies in random order and poisons what a slice is about to write. Refuses plans that break the contract.
+    """
+
+    def __init__(self, capacity: Capacity, *, is_late: bool = False, seed: int = 0) -> None:
+        self._capacity = capacity
+        self._is_late = is_late
+        self._random = Random(seed)
+        self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
+        self._last_sample: list[int | None] = [None] * capacity.max_seqs
+        self._steps: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # enqueued, not executed
+        self._results: deque[StepResult] = deque()  # executed, not collected
+        self._unsampled: StepPlan | None = None
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def forward(self, plan: StepPlan) -> None:
+        if self._unsampled is not None:
+            raise InvariantViolation("forward before the last step was sampled")
+        self._check(plan)
+        self._unsampled = plan
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        if self._unsampled is None:
+            raise InvariantViolation("sample without a forward pass")
+        self._steps.append((self._unsampled, masks))
+        self._unsampled = None
+        if not self._is_late:
+            self._results.append(self._execute(*self._steps.popleft()))
+
+    def collect(self) -> StepResult:
+        if self._is_late:
+            if not self._steps:
+                raise InvariantViolation("collect with no step in flight")
+            return self._execute(*self._steps.popleft())
+        if not self._results:
+            raise InvariantViolation("collect with no step in flight")
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._steps.clear()
+        self._results.clear()
+
+    def _execute(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
+        for slot in plan.released:
+            self._last_sample[slot] = None
+        self._copy(plan.copies)
+        return StepResult(tuple(self._compute(piece, masks) for piece in plan.slices))
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in self._random.sample(copies, len(copies)):
+            self.memory[copy.destination][:] = self.memory[copy.source]
+
+    def _compute(self, piece: SeqSlice, masks: TokenMasks | None) -> tuple[int, ...]:
+        size = self._capacity.block_size
+        end = piece.start + piece.length
+        table = piece.block_table[: -(-end // size)]
+        tokens = piece.tokens or (self._own_sample(piece.slot),)
+        for index in range(piece.start // size, len(table)):
+            first = max(piece.start - index * size, 0)
+            self.memory[table[index]][first:] = [POISON] * (size - first)
+        fold = Fold(size)
+        for index in range(-(-piece.start // size)):
+            fold.read(self.memory[table[index]][: piece.start - index * size])
+        for position, token in enumerate(tokens, piece.start):
+            entry = fold.entry(token, position)
+            self.memory[table[position // size]][position % size] = entry
+            fold.read((entry,))
+        if not piece.wants_token:
+            return ()
+        history = [*piece.history[:end]]
+        if len(history) < end:
+            history.append(tokens[-1])
+        token = choose_token(fold.value(), piece.sampling, history, self._capacity.vocab_size)
+        if masks is not None and piece.slot in masks:
+            token = self._next_allowed(token, masks[piece.slot])
+        self._last_sample[piece.slot] = token
+        return (token,)
+
+    def _own_sample(self, slot: int) -> int:
+        token = self._last_sample[slot]
+        if token is None:
+            raise InvariantViolation(f"slot {slot} is to go on from a sample it does not have")
+        return token
+
+    def _next_allowed(self, token: int, mask: bytes) -> int:
+        vocab_size = self._capacity.vocab_size
+        candidates = ((token + step) % vocab_size for step in range(vocab_size))
+        return next(candidate for candidate in candidates if mask[candidate // 8] >> candidate % 8 & 1)
+
+    def _check(self, plan: StepPlan) -> None:
+        """The contract of a plan, as any runner may rely on it."""
+        size = self._capacity.block_size
+        sources = {copy.source for copy in plan.copies}
+        destinations = {copy.destination for copy in plan.copies}
+        if sources & destinations or len(destinations) != len(plan.copies):
+            raise InvariantViolation(f"copies that depend on their order: {plan.copies}")
+        written: set[int] = set()
+        read: list[int] = []
+        slots: set[int] = set()
+        for piece in plan.slices:
+            end = piece.start + piece.length
+            table = piece.block_table[: -(-end // size)]
+            if (
+                piece.length < 1
+                or len(piece.tokens) not in (0, piece.length)
+                or (not piece.tokens and piece.length > 1)
+            ):
+                raise InvariantViolation(f"a slice that does not say what to compute: {piece}")
+            if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
+                raise InvariantViolation(f"a table that does not cover its slice: {piece}")
+            if piece.slot in slots or not 0 <= piece.slot < self._capacity.max_seqs:
+                raise InvariantViolation(f"slot used twice or out of range: {piece}")
+            slots.add(piece.slot)
+            writes = table[piece.start // size :]
+            if not written.isdisjoint(writes):
+                raise InvariantViolation(f"two slices write into one block: {piece}")
+            written.update(writes)
+            read += table[: piece.start // size]
+        if not written.isdisjoint(read) or not written.isdisjoint(sources - self._tails(plan)):
+            raise InvariantViolation("a block is written by one slice and read by another")
+
+    def _tails(self, plan: StepPlan) -> set[int]:
+        """Blocks written behind content they hold already. They may be copied from: copies come first."""
+        size = self._capacity.block_size
+        return {p.block_table[p.start // size] for p in plan.slices if p.start % size}

@@ -1,0 +1,108 @@
+"""A block of KV memory, and the free list that is also the eviction order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.errors import InvalidRequest
+
+BLOCK_SIZE = 32  # tokens
+MAX_BLOCK_SIZE = 256
+NULL_BLOCK_ID = 0  # never handed out: padding in a runner's tables may point here
+
+
+def check_block_size(block_size: int) -> int:
+    if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise InvalidRequest(f"block_size = {block_size!r} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
+    return block_size
+
+
+class KVCacheBlock:
+    """One block of KV memory and, once its content is published, one node of the prefix tree.
+
+        ref_count 0, not published   free, contents worthless    front of the free list
+        ref_count 0, published       free and cached             back of the free list, findable until taken
+        ref_count >= 1               in use, never evicted       not in the free list
+
+    Only `BlockPool` changes `ref_count`; only `PrefixTree` changes `key`, `parent_key`, `tokens` and `twins`.
+    """
+
+    __slots__ = ("block_id", "key", "next_free", "parent_key", "prev_free", "ref_count", "tokens", "twins")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: bytes | None = None  # chain key; only of a published full block
+        self.parent_key: bytes | None = None  # position this content follows; None: not published
+        self.tokens = b""  # published tokens, packed (see prefix.pack_tokens)
+        self.twins: list[KVCacheBlock] | None = None  # on the standing block: others with the same content
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    @property
+    def is_published(self) -> bool:
+        return self.parent_key is not None
+
+    def __repr__(self) -> str:
+        state = "full" if self.key else "partial" if self.is_published else "private"
+        return f"<block {self.block_id} ref_count={self.ref_count} {state}>"
+
+
+class FreeKVCacheBlockQueue:
+    """An intrusive doubly linked list between two sentinels: every operation is O(1), from the middle too.
+
+    Its order is the order of eviction. A prefix hit on a free block takes it out of the middle.
+    """
+
+    __slots__ = ("_head", "_len", "_tail")
+
+    def __init__(self, blocks: list[KVCacheBlock]) -> None:
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self._len = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+    def pop_front(self) -> KVCacheBlock:
+        block = self._head.next_free
+        if block is None or block is self._tail:
+            raise IndexError("the free list is empty")
+        self.remove(block)
+        return block
+
+    def append(self, block: KVCacheBlock) -> None:
+        before = self._tail.prev_free
+        assert before is not None
+        self._link(before, block, self._tail)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        after = self._head.next_free
+        assert after is not None
+        self._link(self._head, block, after)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        before, after = block.prev_free, block.next_free
+        if before is None or after is None:
+            raise ValueError(f"{block!r} is not in the free list")
+        before.next_free = after
+        after.prev_free = before
+        block.prev_free = block.next_free = None
+        self._len -= 1
+
+    def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        if block.next_free is not None:
+            raise ValueError(f"{block!r} is in the free list already")
+        block.prev_free, block.next_free = before, after
+        before.next_free = after.prev_free = block
+        self._len += 1

@@ -1,0 +1,89 @@
+"""The blocks that follow one position of the prefix tree, in the order of their tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from operator import attrgetter
+
+from quire.core.block import KVCacheBlock
+
+_tokens = attrgetter("tokens")
+_MAX_BUCKET = 256
+
+
+class SortedBlocks:
+    """Blocks sorted by their packed tokens, no two alike.
+
+    Kept in buckets: the root of a busy server has a child per conversation, and one long list would pay a long
+    move for each of them.
+    """
+
+    __slots__ = ("_buckets",)
+
+    def __init__(self) -> None:
+        self._buckets: list[list[KVCacheBlock]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        for bucket in self._buckets:
+            yield from bucket
+
+    def neighbours(self, tokens: bytes) -> tuple[KVCacheBlock | None, KVCacheBlock | None]:
+        """The last block before `tokens` and the first at or after: one of them shares the longest run with it."""
+        if not self._buckets:
+            return None, None
+        b, i = self._locate(tokens)
+        bucket = self._buckets[b]
+        before = bucket[i - 1] if i else self._buckets[b - 1][-1] if b else None
+        after = bucket[i] if i < len(bucket) else None
+        return before, after
+
+    def get(self, tokens: bytes) -> KVCacheBlock | None:
+        """The block with exactly these tokens."""
+        after = self.neighbours(tokens)[1]
+        return after if after is not None and after.tokens == tokens else None
+
+    def add(self, block: KVCacheBlock) -> None:
+        if not self._buckets:
+            self._buckets.append([block])
+            return
+        b, i = self._locate(block.tokens)
+        bucket = self._buckets[b]
+        bucket.insert(i, block)
+        if len(bucket) > _MAX_BUCKET:
+            half = len(bucket) // 2
+            self._buckets.insert(b + 1, bucket[half:])
+            del bucket[half:]
+
+    def replace(self, old: KVCacheBlock, new: KVCacheBlock) -> None:
+        """Put `new`, which has the same tokens, in the place of `old`."""
+        b, i = self._find(old)
+        self._buckets[b][i] = new
+
+    def remove(self, block: KVCacheBlock) -> None:
+        b, i = self._find(block)
+        bucket = self._buckets[b]
+        del bucket[i]
+        if not bucket:
+            del self._buckets[b]
+
+    def _find(self, block: KVCacheBlock) -> tuple[int, int]:
+        if self._buckets:
+            b, i = self._locate(block.tokens)
+            bucket = self._buckets[b]
+            if i < len(bucket) and bucket[i] is block:
+                return b, i
+        raise KeyError(f"{block!r} is not among these children")
+
+    def _locate(self, tokens: bytes) -> tuple[int, int]:
+        """The bucket and the index where these tokens are or would go."""
+        buckets = self._buckets
+        b = 0 if len(buckets) == 1 else min(bisect_left(buckets, tokens, key=_last_tokens), len(buckets) - 1)
+        return b, bisect_left(buckets[b], tokens, key=_tokens)
+
+
+def _last_tokens(bucket: list[KVCacheBlock]) -> bytes:
+    return bucket[-1].tokens

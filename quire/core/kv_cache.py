@@ -1,0 +1,237 @@
+"""Block tables: what a request holds, how it grows, and what it leaves to others.
+
+Knows requests, counts and blocks. Knows nothing of order, slots or budgets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from quire.core.block import BLOCK_SIZE, check_block_size
+from quire.core.events import Observer, PrefixHitFound, ignore
+from quire.core.pins import PinBoard
+from quire.core.pool import BlockPool, PoolStats
+from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, TokenChain
+from quire.core.request import Request
+from quire.core.step import BlockCopy
+from quire.errors import ContextTooLong, OutOfBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats(PoolStats):
+    """The pool as it is, and the cache's record since it was made."""
+
+    num_pins: int
+    num_pinned: int  # blocks
+    num_queried_tokens: int  # that admissions looked for
+    num_hit_tokens: int  # that they found
+    num_partial_hits: int  # tails copied
+    num_adoptions: int  # tails continued in place
+    num_twins: int  # blocks filled with content that was there already
+    num_collisions: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+class KVCacheManager:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        *,
+        secret: bytes = b"",
+        is_caching: bool = True,
+        observe: Observer = ignore,
+    ) -> None:
+        self.block_size = check_block_size(block_size)
+        self.is_caching = is_caching
+        self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks)
+        self.pool = BlockPool(num_blocks, self.tree, observe)
+        self.pins = PinBoard(self.pool, observe)
+        self._observe = observe
+        self._num_queried_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_partial_hits = 0
+        self._num_adoptions = 0
+
+    @property
+    def max_context(self) -> int:
+        """The longest context the whole pool could hold."""
+        return self.pool.num_usable * self.block_size
+
+    # Queries
+
+    def chain(self, request: Request) -> TokenChain:
+        if request.chain is None:
+            request.chain = self.tree.chain(request.tokens, request.salt)
+        return request.chain
+
+    def match(self, request: Request) -> PrefixHit:
+        """What the cache has of this request's context, less the last token: that one must be computed."""
+        if not self.is_caching or request.sampling.prompt_logprobs is not None:
+            return NO_HIT
+        return self.tree.match(self.chain(request), len(request.tokens) - 1)
+
+    def fork(self, parent: Request, child: Request) -> PrefixHit:
+        """What `parent` has computed of `child`'s context, as a hit on its own blocks: no tree needed, none evicted.
+
+        The tail is always copied: the parent goes on writing into its own.
+        """
+        num_tokens = min(parent.num_computed, len(child.tokens) - 1)
+        if child.salt != parent.salt or child.tokens[:num_tokens] != parent.tokens[:num_tokens]:
+            return NO_HIT
+        num_full, num_tail = divmod(num_tokens, self.block_size)
+        blocks = [self.pool.blocks[block_id] for block_id in parent.block_table[: num_full + (num_tail > 0)]]
+        tail = blocks.pop() if num_tail else None
+        return PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
+
+    def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
+        """How many free blocks are missing for `grow`; negative: how many would be left."""
+        num_new = -(-upto // self.block_size) - len(request.block_table) - len(hit.blocks)
+        num_revived = sum(not block.ref_count for block in hit.blocks)
+        if hit.tail is not None:
+            if hit.is_adoptable:
+                num_new -= 1
+            num_revived += not hit.tail.ref_count
+        return num_new + num_revived - len(self.pool.free)
+
+    def freed_by(self, requests: Iterable[Request]) -> set[int]:
+        """The blocks that would be free if all of these were released."""
+        holders = Counter(block_id for request in requests for block_id in request.block_table)
+        return {block_id for block_id, count in holders.items() if self.pool.blocks[block_id].ref_count == count}
+
+    def check_fits(self, num_prompt_tokens: int, max_context: int) -> None:
+        """Refuse what can never run, however empty the pool is."""
+        if num_prompt_tokens + 1 > max_context:
+            raise ContextTooLong(
+                f"prompt of {num_prompt_tokens} tokens and one to generate exceed the context of {max_context} tokens"
+                f" (the KV pool holds {self.pool.num_usable} blocks of {self.block_size} = {self.max_context} tokens)"
+            )
+
+    def explain(self, request: Request, in_flight: Callable[[bytes], bool]) -> CacheExplanation:
+        return self.tree.explain(self.chain(request), len(request.tokens) - 1, in_flight)
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            **asdict(self.pool.stats()),
+            num_pins=len(self.pins),
+            num_pinned=self.pins.num_blocks,
+            num_queried_tokens=self._num_queried_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_partial_hits=self._num_partial_hits,
+            num_adoptions=self._num_adoptions,
+            num_twins=self.tree.num_twins,
+            num_collisions=self.tree.num_collisions,
+        )
+
+    # Verbs
+
+    def grow(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> list[BlockCopy]:
+        """Make the table cover [0, upto): all or nothing, so ask `shortage` first. Returns the copies a runner must do.
+
+        A request that begins brings its hit. That is shared before anything is taken, because taking may evict it.
+        """
+        if (missing := self.shortage(request, upto, hit)) > 0:
+            raise OutOfBlocks(f"{request!r} cannot grow to {upto} tokens: {missing} blocks short")
+        copies = self._start(request, hit) if not request.block_table else []
+        table = request.block_table
+        num_new = -(-upto // self.block_size) - len(table)
+        if num_new > 0:
+            table.extend([block.block_id for block in self.pool.take(num_new)])
+        return copies
+
+    def _start(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
+        pool = self.pool
+        pool.share(hit.blocks)
+        table = [block.block_id for block in hit.blocks]
+        num_existing = hit.num_tokens  # tokens whose KV is there now; a copy's is not, before its step has run
+        copies: list[BlockCopy] = []
+        if hit.tail is not None and hit.is_adoptable:
+            pool.share((hit.tail,))
+            table.append(hit.tail.block_id)
+        elif hit.tail is not None:
+            block = pool.fork(hit.tail)
+            table.append(block.block_id)
+            copies.append(BlockCopy(hit.tail.block_id, block.block_id))
+            num_existing -= hit.num_tail_tokens
+        request.block_table = table
+        request.num_published = len(hit.blocks)
+        request.num_computed = num_existing
+        request.num_planned = hit.num_tokens
+        self._record(request, hit)
+        return copies
+
+    def settle(self, copies: Sequence[BlockCopy]) -> None:
+        """The step that made these copies is done: their sources are no longer needed."""
+        self.pool.release([self.pool.blocks[copy.source] for copy in copies])
+
+    def publish(self, request: Request) -> None:
+        """Offer the full blocks whose KV exists by now to the tree."""
+        num_full = request.num_computed // self.block_size
+        if not self.is_caching:
+            request.num_published = num_full
+        while request.num_published < num_full:
+            index = request.num_published
+            request.num_published += 1
+            if self._has_parent(request, index):
+                chain = self.chain(request)
+                block = self.pool.blocks[request.block_table[index]]
+                self.pool.publish(block, chain.parent_key(index), chain.key(index), chain.block(index))
+
+    def publish_tail(self, request: Request) -> None:
+        """Offer the last, partly filled block as well."""
+        index, num_tail = divmod(request.num_computed, self.block_size)
+        if not num_tail or not self.is_caching or not self._has_parent(request, index):
+            return
+        chain = self.chain(request)
+        tokens = chain.run(index * self.block_size, request.num_computed)
+        block = self.pool.blocks[request.block_table[index]]
+        if block.tokens != tokens:
+            self.pool.publish(block, chain.parent_key(index), None, tokens)
+
+    def release(self, request: Request) -> None:
+        """Give back all blocks, tail first. What has been computed stays findable until its block is taken."""
+        self.publish_tail(request)
+        table = request.block_table
+        request.block_table = []  # a new list: a plan in flight still reads the old one
+        request.num_computed = request.num_planned = request.num_in_flight = request.num_published = 0
+        self.pool.release([self.pool.blocks[block_id] for block_id in table])
+
+    def pin(self, pin_id: str, tokens: list[int], salt: str, expires_ns: int) -> int:
+        """Keep the cached full blocks of this prefix until then. Returns how many tokens that is."""
+        hit = self.tree.match(self.tree.chain(tokens, salt), len(tokens))
+        return self.pins.pin(pin_id, hit.blocks, expires_ns) * self.block_size
+
+    def clear(self) -> None:
+        """Forget all cached content and all pins. Running requests keep their blocks."""
+        self.pins.clear()
+        self.pool.clear()
+
+    def _has_parent(self, request: Request, index: int) -> bool:
+        """Whether the block before this one is in the tree: it is not after a `clear`, or a collision."""
+        if index == 0:
+            return True
+        parent = self.pool.blocks[request.block_table[index - 1]]
+        return parent.key is not None and parent.key == self.chain(request).key(index - 1)
+
+    def _record(self, request: Request, hit: PrefixHit) -> None:
+        self._num_queried_tokens += len(request.tokens) - 1
+        if not hit.num_tokens:
+            return
+        self._num_hit_tokens += hit.num_tokens
+        self._num_adoptions += hit.is_adoptable
+        self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
+        self._observe(
+            PrefixHitFound(
+                request_id=request.request_id,
+                num_tokens=hit.num_tokens,
+                num_blocks=len(hit.blocks),
+                num_tail_tokens=hit.num_tail_tokens,
+                is_adopted=hit.is_adoptable,
+                is_fork=hit.is_fork,
+            )
+        )

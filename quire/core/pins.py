@@ -1,0 +1,89 @@
+"""Prefixes someone asked to keep: they hold references until a deadline, and give way before work is preempted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.core.block import KVCacheBlock
+from quire.core.events import Observer, PinYielded, ignore
+from quire.core.pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    blocks: tuple[KVCacheBlock, ...]  # from the root down: who holds a block holds all before it
+    expires_ns: int
+
+
+class PinBoard:
+    """Pins by name, oldest first. Together they hold at most half the pool."""
+
+    def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
+        self._pool = pool
+        self._observe = observe
+        self._pins: dict[str, Pin] = {}
+        self._holders: Counter[int] = Counter()  # block id -> pins that hold it
+        self._earliest_ns = 0  # no pin expires before this
+        self.max_blocks = pool.num_usable // 2
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks held."""
+        return len(self._holders)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
+        """Hold these blocks until then, in place of an older pin of that name. Returns how many it holds.
+
+        Older pins yield to a new one; what exceeds half the pool is cut from the end.
+        """
+        blocks = blocks[: self.max_blocks]
+        self._pool.share(blocks)  # before the old pin lets go of them
+        self.unpin(pin_id)
+        new = [block for block in blocks if block.block_id not in self._holders]
+        while self._pins and len(self._holders) + len(new) > self.max_blocks:
+            self.yield_oldest()
+            new = [block for block in blocks if block.block_id not in self._holders]
+        self._pins[pin_id] = Pin(blocks, expires_ns)
+        self._earliest_ns = min(self._earliest_ns, expires_ns)
+        self._holders.update(block.block_id for block in blocks)
+        return len(blocks)
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let go of a pin. False if there is none of that name."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        for block in pin.blocks:
+            self._holders[block.block_id] -= 1
+            if not self._holders[block.block_id]:
+                del self._holders[block.block_id]
+        self._pool.release(pin.blocks)
+        return True
+
+    def yield_oldest(self) -> bool:
+        """Let the oldest pin go to make room. False if there is none."""
+        if not self._pins:
+            return False
+        pin_id, pin = next(iter(self._pins.items()))
+        self.unpin(pin_id)
+        self._observe(PinYielded(pin_id, len(pin.blocks)))
+        return True
+
+    def expire(self, now_ns: int) -> None:
+        if not self._pins or now_ns < self._earliest_ns:
+            return
+        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires_ns <= now_ns]:
+            self.unpin(pin_id)
+        self._earliest_ns = min((pin.expires_ns for pin in self._pins.values()), default=0)
+
+    def clear(self) -> None:
+        for pin_id in list(self._pins):
+            self.unpin(pin_id)

@@ -1,0 +1,277 @@
+"""One pass over everyone: who computes what in the next step, who begins, who has to stand back.
+
+Running and waiting requests are walked merged by their policy key. Victims are taken from the back, so nobody who is in
+the plan already can be one.
+"""
+
+from __future__ import annotations
+
+from quire.core.events import Admitted, Observer, Preempted, PrefixWaited, ignore
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Policy
+from quire.core.prefix import PrefixHit
+from quire.core.request import Priority, Request, RequestState
+from quire.core.running import RunningSet
+from quire.core.step import BlockCopy, SeqSlice
+from quire.core.waiting import WaitingQueue
+from quire.errors import InvalidRequest, InvariantViolation
+
+MAX_PREFIX_WAITERS = 256  # stepped over in one pass, so that a crowd of siblings cannot make a step slow
+
+
+class StepDraft:
+    """A plan in the making."""
+
+    __slots__ = (
+        "budget",
+        "copies",
+        "has_in_flight",
+        "is_admitting",
+        "now_ns",
+        "pending",
+        "skipped",
+        "slices",
+        "victim_tier",
+    )
+
+    def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
+        self.now_ns = now_ns
+        self.budget = budget  # tokens left for prefills; every decode has one of its own
+        self.has_in_flight = has_in_flight  # a step before this one is not committed yet
+        self.slices: list[SeqSlice] = []
+        self.copies: list[BlockCopy] = []
+        self.is_admitting = True
+        self.victim_tier: Priority | None = None  # the most urgent one preempted in this step
+        self.pending: set[bytes] = set()  # blocks that requests ahead in this pass are still to compute
+        self.skipped: list[Request] = []  # wait for a prefix in flight
+
+
+class Planner:
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        policy: Policy,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        *,
+        max_step_tokens: int,
+        max_chunk_tokens: int,
+        observe: Observer = ignore,
+    ) -> None:
+        if max_step_tokens < running.max_seqs:
+            raise InvalidRequest(
+                f"{max_step_tokens = } is less than max_seqs = {running.max_seqs}: every running request needs a token"
+            )
+        if max_chunk_tokens < 1:
+            raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")
+        self._cache = cache
+        self._policy = policy
+        self._running = running
+        self._waiting = waiting
+        self.max_step_tokens = max_step_tokens
+        self.max_chunk_tokens = max_chunk_tokens
+        self._observe = observe
+
+    def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
+        """Decide one step. Requests are admitted, preempted and advanced accordingly."""
+        step = StepDraft(now_ns, self.max_step_tokens - self._count_decodes(), has_in_flight=has_in_flight)
+        self._walk(step)
+        for request in step.skipped:
+            self._waiting.push(request)
+        return step
+
+    def _walk(self, step: StepDraft) -> None:
+        running, waiting = self._running.requests, self._waiting
+        drift_ns = self._policy.drift_ns(step.now_ns)
+        has_waiting = len(waiting) > 0
+        head = waiting.head()
+        index = 0
+        while True:
+            if index < len(running) and (head is None or self._is_ahead(running[index], head, drift_ns)):
+                request = running[index]
+                if self._plan_running(step, request):
+                    index += 1
+                if has_waiting:
+                    self.collect_pending(step.pending, request)
+                if step.victim_tier is not None:
+                    head = waiting.head() if step.is_admitting else None
+                continue
+            if head is None:
+                return
+            if self._awaits_prefix(step, head, drift_ns):
+                self._skip(step, head)
+            elif self._try_admit(step, head, index):
+                index += 1
+                self.collect_pending(step.pending, head)
+            else:
+                step.is_admitting = False  # nobody passes a head that does not fit
+            head = waiting.head() if step.is_admitting else None
+
+    def _is_ahead(self, running: Request, waiting: Request, drift_ns: int) -> bool:
+        return (running.rank + drift_ns, running.sequence) < (self._policy.waiting_key(waiting), waiting.sequence)
+
+    def _count_decodes(self) -> int:
+        """Running requests with exactly one token to compute: each has it reserved, before any prefill."""
+        return sum(min(len(r.tokens) + r.num_in_flight, r.token_limit - 1) - r.num_planned == 1 for r in self._running)
+
+    def _plan_running(self, step: StepDraft, request: Request) -> bool:
+        """Give a running request its share. False if it had to preempt itself."""
+        start = request.num_planned
+        # The last token a request may have needs no KV: nothing is computed after it.
+        length = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
+        if length > 1:
+            length = min(length, step.budget, self.max_chunk_tokens)
+            step.budget -= length
+        if length <= 0:
+            return True
+        if start + length > len(request.block_table) * self._cache.block_size:
+            if not self._make_room(step, request, start + length):
+                return request.state is RequestState.RUNNING
+            self._cache.grow(request, start + length)
+        self._add_slice(step, request, start, length)
+        return True
+
+    def _add_slice(self, step: StepDraft, request: Request, start: int, length: int) -> None:
+        tokens, end = request.tokens, start + length
+        num_known = len(tokens)
+        wants_token = end >= num_known
+        if wants_token:
+            request.num_in_flight += 1
+        request.num_planned = end
+        assert request.slot is not None
+        step.slices.append(
+            SeqSlice(
+                request.request_id,
+                request.epoch,
+                request.slot,
+                tokens[start:end] if start < num_known else (),
+                start,
+                length,
+                request.block_table,
+                tokens,
+                wants_token,
+                request.sampling,
+            )
+        )
+
+    def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
+        """Free the blocks a running request needs: pins yield first, then whoever stands last. False if in vain."""
+        while self._cache.shortage(request, upto) > 0:
+            if self._cache.pins.yield_oldest():
+                continue
+            victim = self._running.requests[-1]
+            if victim is request and len(self._running) == 1:
+                if not step.has_in_flight:
+                    raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
+                return False  # copies in flight hold the rest; their commit frees it
+            self._preempt(step, victim, request)
+            if victim is request:
+                return False
+        return True
+
+    # Admission
+
+    def _awaits_prefix(self, step: StepDraft, request: Request, drift_ns: int) -> bool:
+        """Whether someone ahead of this request is computing what both need.
+
+        Stateless: asked anew in every pass, so it is simply false once the owner is done, preempted or gone.
+        """
+        if request.sampling.prompt_logprobs is not None:
+            return False
+        parent = request.parent
+        if parent is not None and parent.state is RequestState.RUNNING and self._is_ahead(parent, request, drift_ns):
+            return parent.num_computed < min(len(request.tokens), len(parent.tokens)) - 1
+        if not step.pending or not self._cache.is_caching:
+            return False
+        num_blocks = len(self._cache.match(request).blocks)
+        if (num_blocks + 1) * self._cache.block_size > len(request.tokens):
+            return False
+        return self._cache.chain(request).key(num_blocks) in step.pending
+
+    def collect_pending(self, pending: set[bytes], owner: Request) -> None:
+        """Add the full blocks of known tokens that `owner` has not computed yet."""
+        block_size = self._cache.block_size
+        first, end = owner.num_computed // block_size, len(owner.tokens) // block_size
+        if first < end and owner.state is RequestState.RUNNING:
+            chain = self._cache.chain(owner)
+            pending.update(chain.key(index) for index in range(first, end))
+
+    def _skip(self, step: StepDraft, request: Request) -> None:
+        self._waiting.remove(request)
+        step.skipped.append(request)
+        if not request.is_prefix_waiting:
+            request.is_prefix_waiting = True
+            self._observe(PrefixWaited(request.request_id))
+        if len(step.skipped) >= MAX_PREFIX_WAITERS:
+            step.is_admitting = False
+
+    def _try_admit(self, step: StepDraft, request: Request, index: int) -> bool:
+        """Start a waiting request, in front of running[index:], none of whom is in the plan yet.
+
+        It gets blocks for its whole known context at once, and leaves one for each of those behind it; what it lacks it
+        may take from lower tiers among them.
+        """
+        if step.budget < 1:
+            return False
+        if step.victim_tier is not None and not self._policy.may_preempt(request.priority, step.victim_tier):
+            return False  # no ordinary admission in a step that preempted
+        while True:
+            hit = self._find_hit(request)
+            num_behind = len(self._running) - index
+            missing = self._cache.shortage(request, len(request.tokens), hit) + num_behind
+            if missing > 0 and hit.tail is not None:
+                hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
+                missing = self._cache.shortage(request, len(request.tokens), hit) + num_behind
+            if missing <= 0 and self._running.has_free_slot:
+                self._admit(step, request, hit, index)
+                return True
+            victims = [
+                r for r in self._running.requests[index:] if self._policy.may_preempt(request.priority, r.priority)
+            ]
+            if self._running and not victims:
+                return False
+            if missing > 0 and self._cache.pins.yield_oldest():
+                continue
+            if not victims:
+                if not step.has_in_flight:
+                    raise InvariantViolation(f"{request!r} does not fit an empty pool")
+                return False  # copies in flight hold the rest
+            freed = self._cache.freed_by(victims) - {block.block_id for block in hit.blocks}
+            if missing - len(victims) > len(freed):
+                return False  # preempting all of them would not be enough: leave them alone
+            self._preempt(step, victims[-1], request)
+
+    def _find_hit(self, request: Request) -> PrefixHit:
+        hit = self._cache.match(request)
+        parent = request.parent
+        if parent is not None and parent.state is RequestState.RUNNING and request.sampling.prompt_logprobs is None:
+            fork = self._cache.fork(parent, request)
+            return fork if fork.num_tokens > hit.num_tokens else hit
+        return hit
+
+    def _admit(self, step: StepDraft, request: Request, hit: PrefixHit, index: int) -> None:
+        step.copies += self._cache.grow(request, len(request.tokens), hit)
+        self._waiting.remove(request)
+        request.waited_ns += step.now_ns - request.enqueued_ns
+        request.rank = self._policy.running_rank(request)
+        request.parent = None  # a resumed request finds its blocks through the tree
+        request.is_prefix_waiting = False
+        is_resumed = request.num_preemptions > 0
+        if not is_resumed:
+            request.num_cached_tokens = hit.num_tokens
+        slot = self._running.insert(index, request)
+        length = min(len(request.tokens) - hit.num_tokens, step.budget, self.max_chunk_tokens)
+        step.budget -= length
+        self._add_slice(step, request, hit.num_tokens, length)
+        self._observe(Admitted(request.request_id, request.priority, slot, request.waited_ns, is_resumed))
+
+    def _preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
+        """Put a running request back into the queue, with the age it had. Its computed blocks stay findable."""
+        self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
+        self._running.vacate(victim)
+        victim.num_preemptions += 1
+        victim.enqueued_ns = step.now_ns
+        victim.state = RequestState.WAITING
+        self._waiting.push(victim)
+        if step.victim_tier is None or victim.priority < step.victim_tier:
+            step.victim_tier = victim.priority

@@ -1,0 +1,334 @@
+"""Finds cached blocks by what they contain. Knows contents and order; reference counts are the pool's business."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from quire.core.block import KVCacheBlock
+from quire.core.children import SortedBlocks
+
+KEY_BYTES = 16
+_TOKEN_BYTES = 4
+
+Digest = Callable[[bytes, bytes], bytes]
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Tokens as big-endian 32-bit words: what the digest reads, and bytes compare in the order of the tokens."""
+    words = array("I", tokens)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def root_key(secret: bytes, salt: str) -> bytes:
+    """Where all chains of one salt begin. Without the secret nobody can compute a key, or aim for a collision."""
+    return blake2b(salt.encode(), digest_size=KEY_BYTES, key=secret, person=b"quire root").digest()
+
+
+def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
+    """The chain key of a block: the same tokens after a different parent get a different one."""
+    return blake2b(parent_key + tokens, digest_size=KEY_BYTES).digest()
+
+
+def common_run(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed runs share."""
+    n = min(len(a), len(b))
+    difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
+    return (n - (difference.bit_length() + 7) // 8) // _TOKEN_BYTES
+
+
+class TokenChain:
+    """The names of one request's blocks, computed once and extended as its tokens become known."""
+
+    __slots__ = ("_block_bytes", "_digest", "_keys", "_packed", "_tokens", "root")
+
+    def __init__(self, root: bytes, tokens: list[int], block_size: int, digest: Digest) -> None:
+        self.root = root
+        self._tokens = tokens  # by reference; it only grows at the end
+        self._block_bytes = block_size * _TOKEN_BYTES
+        self._digest = digest
+        self._packed = bytearray()
+        self._keys: list[bytes] = []
+
+    def key(self, index: int) -> bytes:
+        """The chain key of full block `index`, all of whose tokens must be known."""
+        keys = self._keys
+        while len(keys) <= index:
+            keys.append(self._digest(keys[-1] if keys else self.root, self.block(len(keys))))
+        return keys[index]
+
+    def parent_key(self, index: int) -> bytes:
+        return self.key(index - 1) if index else self.root
+
+    def block(self, index: int) -> bytes:
+        """The tokens of full block `index`, packed."""
+        end = (index + 1) * self._block_bytes
+        if len(self._packed) < end:
+            self._pack()
+        return bytes(self._packed[end - self._block_bytes : end])
+
+    def run(self, start: int, stop: int) -> bytes:
+        """The tokens [start, stop), packed."""
+        if len(self._packed) < stop * _TOKEN_BYTES:
+            self._pack()
+        return bytes(self._packed[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
+
+    def _pack(self) -> None:
+        self._packed += pack_tokens(self._tokens[len(self._packed) // _TOKEN_BYTES :])
+
+
+class PrefixHit(NamedTuple):
+    """Cached content a request can use. It dies at the next change of pool or tree: use it at once, never store it."""
+
+    blocks: tuple[KVCacheBlock, ...]  # full blocks, to be shared
+    tail: KVCacheBlock | None  # the block that matches in part
+    num_tail_tokens: int
+    is_adoptable: bool  # nobody holds the tail and all of it matches: go on in place instead of copying
+    num_tokens: int
+    is_fork: bool = False  # these are a running parent's own blocks
+
+    def without_tail(self) -> PrefixHit:
+        return PrefixHit(self.blocks, None, 0, False, self.num_tokens - self.num_tail_tokens, self.is_fork)
+
+
+NO_HIT = PrefixHit((), None, 0, False, 0)
+
+
+class StopReason(StrEnum):
+    """Why a match went no further."""
+
+    COMPLETE = "complete"  # all that may be reused is
+    DIVERGED = "diverged"  # something else is cached from this token on
+    EVICTED = "evicted"  # it was here, and was taken for newer content
+    TOO_SHORT = "too_short"  # the rest does not fill a block, and no cached tail begins with it
+    IN_FLIGHT = "in_flight"  # a running request is computing it now
+    NOT_FOUND = "not_found"  # nothing cached goes on from here
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplanation:
+    num_tokens: int  # matched
+    num_blocks: int  # full ones among them
+    stopped_at: int  # the first token that is not reused
+    reason: StopReason
+
+
+class Inserted(NamedTuple):
+    is_published: bool
+    superseded: KVCacheBlock | None  # a free tail that the new content contains: no longer in the tree
+
+
+class PrefixTree:
+    """A tree whose nodes are the pool's own blocks.
+
+    Two requests may fill identical blocks at the same time. Both are kept, because block tables are append-only: the
+    first stands in the index, the others are its twins, and when it is taken a twin takes its place. The position dies
+    with its last twin. Full blocks are found by chain key; a partial tail, or the matching part of a full block, by
+    bisection among the sorted children of the position before it.
+    """
+
+    def __init__(
+        self, block_size: int, *, secret: bytes = b"", max_ghosts: int = 4096, digest: Digest = hash_block_tokens
+    ) -> None:
+        self.block_size = block_size
+        self._secret = secret
+        self.digest = digest
+        self._max_ghosts = max_ghosts
+        self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> standing full block
+        self._children: dict[bytes, SortedBlocks] = {}  # position -> what follows it; roots of salts included
+        self._ghosts: dict[bytes, None] = {}  # keys evicted lately, oldest first
+        self.num_twins = 0  # made so far
+        self.num_collisions = 0
+
+    # Queries
+
+    def __len__(self) -> int:
+        """Positions of full blocks."""
+        return len(self._index)
+
+    def root(self, salt: str) -> bytes:
+        return root_key(self._secret, salt)
+
+    def chain(self, tokens: list[int], salt: str) -> TokenChain:
+        return TokenChain(self.root(salt), tokens, self.block_size, self.digest)
+
+    def standing(self, key: bytes) -> KVCacheBlock | None:
+        return self._index.get(key)
+
+    def positions(self) -> Iterable[tuple[bytes, Iterable[KVCacheBlock]]]:
+        """Every position that something follows, with what follows it in the order of tokens."""
+        return self._children.items()
+
+    def match(self, chain: TokenChain, limit: int) -> PrefixHit:
+        """The longest cached prefix of at most `limit` tokens."""
+        blocks: list[KVCacheBlock] = []
+        index, parent = self._index, chain.root
+        num_full = limit // self.block_size
+        while len(blocks) < num_full:
+            i = len(blocks)
+            key = chain.key(i)
+            block = index.get(key)
+            if block is None or block.parent_key != parent or block.tokens != chain.block(i):
+                break  # a key that is there with other tokens is a collision, and a miss
+            blocks.append(block if block.ref_count or not block.twins else _held_twin(block))
+            parent = key
+        start = len(blocks) * self.block_size
+        tail, run = self._longest_run(parent, chain.run(start, min(limit, start + self.block_size)))
+        if tail is None:
+            return PrefixHit(tuple(blocks), None, 0, False, start)
+        is_adoptable = tail.key is None and tail.ref_count == 0 and run * _TOKEN_BYTES == len(tail.tokens)
+        return PrefixHit(tuple(blocks), tail, run, is_adoptable, start + run)
+
+    def explain(self, chain: TokenChain, limit: int, in_flight: Callable[[bytes], bool]) -> CacheExplanation:
+        """What `match` finds and why it stops. Sees only what lies under the chain's own salt."""
+        hit = self.match(chain, limit)
+        num_blocks = len(hit.blocks)
+        wants_block = limit >= (num_blocks + 1) * self.block_size
+        parent = chain.parent_key(num_blocks)
+        if hit.num_tokens == limit:
+            reason = StopReason.COMPLETE if limit else StopReason.TOO_SHORT
+        elif wants_block and in_flight(chain.key(num_blocks)):
+            reason = StopReason.IN_FLIGHT
+        elif wants_block and chain.key(num_blocks) in self._ghosts:
+            reason = StopReason.EVICTED
+        elif self._goes_on(parent, hit):
+            reason = StopReason.DIVERGED
+        else:
+            reason = StopReason.NOT_FOUND if wants_block else StopReason.TOO_SHORT
+        return CacheExplanation(hit.num_tokens, num_blocks, hit.num_tokens, reason)
+
+    def _goes_on(self, parent: bytes, hit: PrefixHit) -> bool:
+        """Whether other content is cached beyond the point where the match ended."""
+        if hit.tail is not None:
+            return hit.num_tail_tokens * _TOKEN_BYTES < len(hit.tail.tokens)
+        return bool(hit.blocks) and parent in self._children
+
+    def _longest_run(self, parent: bytes, wanted: bytes) -> tuple[KVCacheBlock | None, int]:
+        """The child that begins most like `wanted`, and how many tokens they share."""
+        children = self._children.get(parent)
+        if children is None or not wanted:
+            return None, 0
+        best, longest = None, 0
+        for neighbour in children.neighbours(wanted):
+            if neighbour is not None and (run := common_run(neighbour.tokens, wanted)) > longest:
+                best, longest = neighbour, run
+        # Of those that share the run, the tail that ends with it could be continued in place.
+        whole = children.get(wanted[: longest * _TOKEN_BYTES]) if longest else None
+        return (whole if whole is not None and whole.ref_count == 0 else best), longest
+
+    # Changes; the pool calls these
+
+    def insert(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> Inserted:
+        """Make the content of an unpublished block findable; `key` is None for a partial tail."""
+        if key is not None and (standing := self._index.get(key)) is not None:
+            if standing.tokens != tokens or standing.parent_key != parent_key:
+                self.num_collisions += 1
+                return Inserted(False, None)
+            block.key, block.parent_key, block.tokens = key, parent_key, tokens
+            if standing.twins is None:
+                standing.twins = []
+            standing.twins.append(block)
+            self.num_twins += 1
+            return Inserted(True, None)
+        children = self._children.get(parent_key)
+        if children is None:
+            children = self._children[parent_key] = SortedBlocks()
+        before, after = children.neighbours(tokens)
+        if key is None and after is not None and after.tokens.startswith(tokens):
+            return Inserted(False, None)  # the tree has this tail already, in the same words or as part of more
+        superseded = None
+        if before is not None and before.key is None and before.ref_count == 0 and tokens.startswith(before.tokens):
+            superseded = before
+            children.remove(before)
+            self._unpublish(before)
+        block.key, block.parent_key, block.tokens = key, parent_key, tokens
+        children.add(block)
+        if key is not None:
+            self._index[key] = block
+            self._ghosts.pop(key, None)
+        return Inserted(True, superseded)
+
+    def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
+        """Take a block out of the tree. Returns the blocks that became unreachable with it, itself not included."""
+        key = block.key
+        if key is None:
+            self._leave_parent(block)
+            self._unpublish(block)
+            return []
+        standing = self._index[key]
+        if standing is not block:
+            assert standing.twins is not None
+            standing.twins.remove(block)
+            self._unpublish(block)
+            return []
+        if block.twins:
+            self._stand_in(block, key)
+            return []
+        del self._index[key]
+        self._leave_parent(block)
+        self._unpublish(block)
+        return self._drop_descendants(key)
+
+    def remember(self, key: bytes) -> None:
+        """Keep an evicted key for a while, so that `explain` can tell an eviction from content never seen."""
+        self._ghosts[key] = None
+        if len(self._ghosts) > self._max_ghosts:
+            del self._ghosts[next(iter(self._ghosts))]
+
+    def clear(self) -> None:
+        """Forget everything, ghosts included. Blocks in use stay in use, unpublished."""
+        for children in self._children.values():
+            for block in children:
+                for twin in block.twins or ():
+                    self._unpublish(twin)
+                self._unpublish(block)
+        self._index.clear()
+        self._children.clear()
+        self._ghosts.clear()
+
+    def _stand_in(self, block: KVCacheBlock, key: bytes) -> None:
+        """Let a twin take the block's place; what follows the position stays."""
+        assert block.twins
+        assert block.parent_key is not None
+        heir, *others = block.twins
+        heir.twins = others or None
+        self._index[key] = heir
+        self._children[block.parent_key].replace(block, heir)
+        self._unpublish(block)
+
+    def _leave_parent(self, block: KVCacheBlock) -> None:
+        assert block.parent_key is not None
+        siblings = self._children[block.parent_key]
+        siblings.remove(block)
+        if not siblings:
+            del self._children[block.parent_key]
+
+    def _drop_descendants(self, key: bytes) -> list[KVCacheBlock]:
+        dropped: list[KVCacheBlock] = []
+        dying = [key]
+        while dying:
+            for block in self._children.pop(dying.pop(), ()):
+                if block.key is not None:
+                    del self._index[block.key]
+                    dying.append(block.key)
+                for member in (block, *(block.twins or ())):
+                    self._unpublish(member)
+                    dropped.append(member)
+        return dropped
+
+    @staticmethod
+    def _unpublish(block: KVCacheBlock) -> None:
+        block.key = block.parent_key = block.twins = None
+        block.tokens = b""
+
+
+def _held_twin(block: KVCacheBlock) -> KVCacheBlock:
+    """A twin in use, if there is one: sharing it takes nothing from the free list."""
+    return next((twin for twin in block.twins or () if twin.ref_count), block)

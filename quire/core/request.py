@@ -1,0 +1,211 @@
+"""A request: what the caller asked for, how far it has come, and what it holds."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, StrEnum
+from typing import TYPE_CHECKING
+
+from quire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.core.prefix import TokenChain
+
+MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
+
+
+class Priority(IntEnum):
+    """Smaller is more urgent, so that a priority can be multiplied by a patience."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class RequestState(Enum):
+    NEW = "new"
+    WAITING = "waiting"  # holds no slot and no block
+    RUNNING = "running"  # holds a slot and a block table
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token, or a stop string seen above the core
+    LENGTH = "length"  # max_tokens, or the end of the context
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. Refuses at construction what no backend could do."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all of them
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0  # randomness is counted from (seed, sample_index, position); no seed: the door draws one
+    sample_index: int = 0  # which of the n samples of one prompt this is
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    prompt_logprobs: int | None = None  # needs every prompt position computed, so it skips the prefix cache
+    min_tokens: int = 0
+    max_tokens: int | None = None  # None: up to the end of the context
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text ids are among them, unless ignored
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        _in_range("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        _in_range("sample_index", self.sample_index, 0, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _in_range(name, count, 0, MAX_TOKEN_ID)
+        for token_id, bias in self.logit_bias.items():
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> None:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} = {value!r} is not a finite number")
+    if not low <= value <= high or (above_low and value == low):
+        bound = "above" if above_low else "at least"
+        raise InvalidRequest(f"{name} = {value!r} is not {bound} {low} and at most {high}")
+
+
+def _check_tokens(name: str, tokens: Sequence[int]) -> None:
+    try:
+        array("I", tokens)  # a check at C speed: prompts are long
+    except (TypeError, OverflowError):
+        position, token = next((i, t) for i, t in enumerate(tokens) if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
+        raise InvalidRequest(f"{name}[{position}] = {token!r} is not a token id (0 to {MAX_TOKEN_ID})") from None
+
+
+class Request:
+    """One answer in the making. The scheduler alone changes it; everyone else reads.
+
+    Token positions, as the scheduler moves through them:
+
+        [0, num_computed)               KV exists and is committed; shared heads first, then our own
+        [num_computed, num_planned)     in a step that is in flight
+        [num_planned, num_tokens)       to be planned; the last one may be a sample nobody has seen yet
+    """
+
+    __slots__ = (
+        "arrived_ns",
+        "block_table",
+        "chain",
+        "enqueued_ns",
+        "epoch",
+        "finish_reason",
+        "is_prefix_waiting",
+        "num_cached_tokens",
+        "num_computed",
+        "num_in_flight",
+        "num_planned",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "parent",
+        "priority",
+        "rank",
+        "request_id",
+        "salt",
+        "sampling",
+        "sequence",
+        "slot",
+        "state",
+        "stop_ids",
+        "token_limit",
+        "tokens",
+        "waited_ns",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: Priority = Priority.NORMAL,
+        salt: str = "",
+        parent: Request | None = None,
+    ) -> None:
+        if not prompt:
+            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
+        _check_tokens("prompt", prompt)
+        self.request_id = request_id
+        self.tokens = list(prompt)  # all known tokens: the prompt, then what was sampled; grows at the end only
+        self.num_prompt_tokens = len(prompt)
+        self.sampling = sampling or SamplingParams()
+        self.stop_ids = frozenset(self.sampling.stop_token_ids)
+        self.priority = Priority(priority)
+        self.salt = salt  # requests with different salts share nothing
+        self.parent = parent  # whose blocks to share while it runs (n > 1, branches)
+
+        self.state = RequestState.NEW
+        self.finish_reason: FinishReason | None = None
+        self.epoch = 0  # raised whenever results in flight become nobody's
+        self.sequence = 0  # order of arrival; breaks ties
+        self.rank = 0  # place among the running, set at admission
+        self.arrived_ns = 0
+        self.enqueued_ns = 0  # start of the present wait
+        self.waited_ns = 0  # time spent in earlier waits: the age that a preemption must not lose
+        self.is_prefix_waiting = False
+        self.num_preemptions = 0
+
+        self.chain: TokenChain | None = None  # names of this request's blocks in the prefix tree
+        self.token_limit = 0  # prompt and answer together
+        self.slot: int | None = None
+        self.block_table: list[int] = []  # append-only while held, replaced (never cleared) on release
+        self.num_computed = 0
+        self.num_planned = 0
+        self.num_in_flight = 0  # samples on their way
+        self.num_published = 0  # leading full blocks already offered to the tree
+        self.num_cached_tokens = 0  # prompt tokens the first admission found in the cache
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and promised ones."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    def sibling(self, request_id: int, sample_index: int) -> Request:
+        """Another sample of the same prompt (n > 1): it shares the prompt's blocks and draws its own random numbers."""
+        sampling = replace(self.sampling, sample_index=sample_index)
+        prompt = self.tokens[: self.num_prompt_tokens]
+        return Request(request_id, prompt, sampling, priority=self.priority, salt=self.salt, parent=self)
+
+    def branch(self, request_id: int, sampling: SamplingParams) -> Request:
+        """A new request that goes on from everything known here, prompt and answer."""
+        return Request(request_id, self.tokens, sampling, priority=self.priority, salt=self.salt, parent=self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.state.value} {self.priority.name} epoch={self.epoch} slot={self.slot}"
+            f" computed={self.num_computed} planned={self.num_planned} tokens={len(self.tokens)}+{self.num_in_flight}"
+            f" blocks={self.block_table}>"
+        )

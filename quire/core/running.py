@@ -1,0 +1,58 @@
+"""The running set: who holds a slot, in policy order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.core.kv_cache import KVCacheManager
+from quire.core.request import Request, RequestState
+from quire.errors import InvalidRequest
+
+
+class RunningSet:
+    """Running requests sorted by (rank, sequence), front first, each with a slot: a row the runner keeps for it."""
+
+    def __init__(self, max_seqs: int, cache: KVCacheManager) -> None:
+        if max_seqs < 1:
+            raise InvalidRequest(f"{max_seqs = } is less than 1")
+        self.max_seqs = max_seqs
+        self.requests: list[Request] = []
+        self._cache = cache
+        self._free_slots = list(range(max_seqs - 1, -1, -1))
+        self._released: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        return tuple(self._free_slots)
+
+    def insert(self, index: int, request: Request) -> int:
+        """Give a request a slot and its place in the order. Returns the slot."""
+        request.slot = self._free_slots.pop()
+        request.state = RequestState.RUNNING
+        self.requests.insert(index, request)
+        return request.slot
+
+    def vacate(self, request: Request) -> None:
+        """Take a request off the machine: slot, blocks, and the claim on any result still on its way."""
+        assert request.slot is not None
+        self.requests.remove(request)
+        self._free_slots.append(request.slot)
+        self._released.append(request.slot)
+        request.slot = None
+        request.epoch += 1
+        self._cache.release(request)
+
+    def pop_released(self) -> tuple[int, ...]:
+        """Slots given up since the last call."""
+        released, self._released = self._released, []
+        return tuple(released)

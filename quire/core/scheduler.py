@@ -1,0 +1,216 @@
+"""The scheduler: one plan per step, for everyone who runs and everyone who may begin.
+
+Plans on counts, never on token values, so that step N+1 can be planned while the device still runs step N.
+Knows nothing of text, tensors or clocks: `now_ns` is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
+from quire.core.kv_cache import KVCacheManager
+from quire.core.planner import Planner
+from quire.core.policy import Policy
+from quire.core.prefix import CacheExplanation
+from quire.core.request import FinishReason, Request, RequestState
+from quire.core.running import RunningSet
+from quire.core.step import StepPlan, StepResult, TokenUpdate
+from quire.core.waiting import WaitingQueue
+from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
+
+MAX_IN_FLIGHT = 2  # plans without a commit: one on the device, one just made
+
+
+class Scheduler:
+    """Keeps the requests; `schedule` plans a step, `commit` takes its result.
+
+    All that changes requests, blocks and queues goes through here, one call at a time.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        policy: Policy,
+        *,
+        max_seqs: int = 256,
+        max_step_tokens: int = 2048,
+        max_chunk_tokens: int = 512,
+        max_context: int | None = None,
+        max_waiting: int = 4096,
+        observe: Observer = ignore,
+    ) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.max_context = min(max_context or cache.max_context, cache.max_context)
+        self._observe = observe
+        self._requests: dict[int, Request] = {}  # alive, by id
+        self._running = RunningSet(max_seqs, cache)
+        self._waiting = WaitingQueue(policy, max_waiting)
+        self._planner = Planner(
+            cache,
+            policy,
+            self._running,
+            self._waiting,
+            max_step_tokens=max_step_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+            observe=observe,
+        )
+        self._in_flight: deque[StepPlan] = deque()
+        self._now_ns = 0
+        self._num_arrived = 0
+        self._is_draining = False
+
+    # Queries
+
+    @property
+    def running(self) -> RunningSet:
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self._waiting
+
+    @property
+    def in_flight(self) -> tuple[StepPlan, ...]:
+        return tuple(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def alive(self) -> Collection[int]:
+        """Ids of all requests that run or wait."""
+        return self._requests.keys()
+
+    def get(self, request_id: int) -> Request | None:
+        return self._requests.get(request_id)
+
+    def explain(self, request: Request) -> CacheExplanation:
+        """What the cache would give this request now, and why not more. Changes nothing."""
+        pending: set[bytes] = set()
+        for owner in self._running:
+            self._planner.collect_pending(pending, owner)
+        return self.cache.explain(request, pending.__contains__)
+
+    # Requests come and go
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """Let a request in, or raise and change nothing."""
+        try:
+            if self._is_draining:
+                raise Draining("the scheduler is draining and takes no new requests")
+            if request.state is not RequestState.NEW or request.request_id in self._requests:
+                raise InvalidRequest(f"request_id = {request.request_id} has been added before")
+            self.cache.check_fits(request.num_prompt_tokens, self.max_context)
+            self._waiting.check_room()
+        except QuireError as error:
+            self._observe(Refused(request.request_id, type(error).__name__))
+            raise
+        self._now_ns = max(self._now_ns, now_ns)
+        self._num_arrived += 1
+        request.sequence = self._num_arrived
+        request.arrived_ns = request.enqueued_ns = self._now_ns
+        request.state = RequestState.WAITING
+        max_tokens = request.sampling.max_tokens or self.max_context
+        request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
+        self._requests[request.request_id] = request
+        self._waiting.push(request)
+        self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request and free its blocks now, whatever it is doing. False if it is not alive."""
+        return self._end(request_id, FinishReason.CANCELLED)
+
+    def finish(self, request_id: int, num_output_tokens: int) -> bool:
+        """End a request whose answer is complete after so many tokens (a stop string). False if it is not alive."""
+        request = self._requests.get(request_id)
+        if request is not None and not 0 <= num_output_tokens <= request.num_output_tokens:
+            raise InvalidRequest(f"{num_output_tokens = } is more than the {request.num_output_tokens} there are")
+        if request is None or not self._end(request_id, FinishReason.STOP):
+            return False
+        del request.tokens[request.num_prompt_tokens + num_output_tokens :]
+        return True
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here are served to the end (`has_work` says when)."""
+        self._is_draining = True
+
+    # One step
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Plan the next step. A plan that is not empty must be committed, in order."""
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise InvariantViolation(f"{len(self._in_flight)} plans are in flight: commit the oldest first")
+        self._now_ns = now_ns = max(self._now_ns, now_ns)
+        self.cache.pins.expire(now_ns)
+        step = self._planner.draft(now_ns, has_in_flight=bool(self._in_flight))
+        if not step.slices:
+            return StepPlan((), (), ())
+        plan = StepPlan(tuple(step.slices), tuple(step.copies), self._running.pop_released())
+        self._in_flight.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
+        """Take the result of the oldest plan in flight. Slices of an old epoch are dropped whole."""
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise InvariantViolation("commit of a plan that is not the oldest in flight")
+        if len(result.tokens) != len(plan.slices):
+            raise InvariantViolation(f"{len(result.tokens)} results for {len(plan.slices)} slices")
+        self._in_flight.popleft()
+        updates: list[TokenUpdate] = []
+        requests, block_size = self._requests, self.cache.block_size
+        for piece, tokens in zip(plan.slices, result.tokens, strict=True):
+            request = requests.get(piece.request_id)
+            if request is None or request.epoch != piece.epoch:
+                self._observe(StaleResultDropped(piece.request_id, piece.epoch))
+                continue
+            num_before = request.num_computed
+            request.num_computed = end = piece.start + piece.length
+            if end // block_size > request.num_published:
+                self.cache.publish(request)
+            if num_before < request.num_prompt_tokens <= end:
+                self.cache.publish_tail(request)
+            if piece.wants_token:
+                updates.append(self._accept(request, tokens))
+        self.cache.settle(plan.copies)
+        return updates
+
+    def _accept(self, request: Request, tokens: tuple[int, ...]) -> TokenUpdate:
+        (token,) = tokens
+        request.num_in_flight -= 1
+        request.tokens.append(token)
+        reason = None
+        if token in request.stop_ids and request.num_output_tokens > request.sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= request.token_limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(request.request_id, reason)
+        return TokenUpdate(request.request_id, tokens, reason)
+
+    def _end(self, request_id: int, reason: FinishReason) -> bool:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if request.state is RequestState.RUNNING:
+            self._running.vacate(request)
+        else:
+            self._waiting.remove(request)
+            request.epoch += 1
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        self._observe(
+            Finished(
+                request_id=request_id,
+                priority=request.priority,
+                reason=reason,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_preemptions,
+            )
+        )
+        return True

@@ -1,0 +1,541 @@
+"""A small world around the scheduler, made from one seed: arrivals, cancels, pins, clock jumps, tiny pools.
+
+After every event it checks the core's own laws (`check_scheduler`) and, from its own books, everything a client could
+notice: tokens, order, age, budgets, whose cache was read. An event is one API call, or one schedule and commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner, Fold, digest, run_alone
+from quire.core.check import check_scheduler
+from quire.core.events import (
+    Admitted,
+    Event,
+    Evicted,
+    PinYielded,
+    Preempted,
+    PrefixHitFound,
+    PrefixWaited,
+    Refused,
+    StaleResultDropped,
+)
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import NS_PER_S, Aging, Fcfs, Policy
+from quire.core.prefix import StopReason
+from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, TokenUpdate
+from quire.errors import ContextTooLong, QueueFull
+
+SALTS = ("", "tenant-a", "tenant-b")
+
+
+class WorldFailure(AssertionError):
+    """Something a client could notice is wrong."""
+
+
+@dataclass(slots=True)
+class Book:
+    """What the world knows of one request, without asking the core."""
+
+    request: Request
+    prompt: list[int]
+    expected: list[int]
+    expected_reason: FinishReason
+    arrived_ns: int
+    wait_start_ns: int
+    waited_ns: int = 0
+    delivered: list[int] = field(default_factory=list)
+    was_admitted: bool = False
+    is_closed: bool = False
+    num_seen: int = 0  # tokens whose prefixes are in `seen`
+    prefix: int = 0  # digest of those tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    block_size: int
+    num_blocks: int
+    max_seqs: int
+    max_step_tokens: int
+    max_chunk_tokens: int
+    max_context: int | None
+    max_waiting: int
+    patience_s: float | None  # None: first come, first served
+    vocab_size: int
+    is_late: bool
+    is_overlapped: bool
+    is_caching: bool
+
+    @staticmethod
+    def draw(random: Random) -> Setup:
+        block_size = random.choice((1, 2, 4, 4, 8, 8, 16, 32))
+        max_seqs = random.choice((1, 2, 3, 4, 6, 8))
+        most = max(4, 320 // block_size)
+        num_blocks = random.choice((3, 4, 5, 6, random.randint(3, most), random.randint(3, most)))
+        return Setup(
+            block_size=block_size,
+            num_blocks=min(num_blocks, most),
+            max_seqs=max_seqs,
+            max_step_tokens=max_seqs + random.choice((0, 1, 4, 16, 64)),
+            max_chunk_tokens=random.choice((1, 2, 3, 5, 8, 16, 64)),
+            max_context=random.choice((None, None, random.randint(2, 200))),
+            max_waiting=random.choice((2, 6, 16, 64)),
+            patience_s=random.choice((None, 0.0, 0.002, 0.02, 0.2, 2.0)),
+            vocab_size=random.choice((2, 5, 50, 50)),
+            is_late=random.random() < 0.5,
+            is_overlapped=random.random() < 0.75,
+            is_caching=random.random() < 0.95,
+        )
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.setup = setup = Setup.draw(self.random)
+        self.policy: Policy = Fcfs() if setup.patience_s is None else Aging(setup.patience_s)
+        self.counts: Counter[str] = Counter()
+        cache = KVCacheManager(
+            setup.num_blocks,
+            setup.block_size,
+            secret=seed.to_bytes(8, "big"),
+            is_caching=setup.is_caching,
+            observe=self._observe,
+        )
+        self.scheduler = Scheduler(
+            cache,
+            self.policy,
+            max_seqs=setup.max_seqs,
+            max_step_tokens=setup.max_step_tokens,
+            max_chunk_tokens=setup.max_chunk_tokens,
+            max_context=setup.max_context,
+            max_waiting=setup.max_waiting,
+            observe=self._observe,
+        )
+        capacity_tokens = (setup.num_blocks - 1) * setup.block_size
+        self.max_context = min(setup.max_context or capacity_tokens, capacity_tokens)
+        capacity = Capacity(setup.num_blocks, setup.block_size, setup.max_seqs, self.max_context, setup.vocab_size)
+        self.runner = FakeRunner(capacity, is_late=setup.is_late, seed=seed)
+        self.books: dict[int, Book] = {}  # alive
+        self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of requests that ended: conversations go on
+        self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed under each salt
+        self.in_flight: deque[StepPlan] = deque()
+        self.clock_ns = 1_000  # what the clock on the wall says; it may jump back
+        self.now_ns = 0  # the latest time the scheduler has been told
+        self.next_id = 1
+        self.num_events = 0
+        self._started: dict[int, int] = {}  # admitted in the present plan -> tokens found in the cache
+        self._done: dict[bytes, int] = {cache.tree.root(salt): 0 for salt in SALTS}
+        self._depth: dict[bytes, int] = {}  # position -> tokens before it
+        self._entries: dict[tuple[bytes, bytes], list[int]] = {}
+        self._heads = [self._tokens(self.random.randint(1, max(1, self.max_context // 2))) for _ in range(3)]
+        self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
+
+    # Running
+
+    def run(self, num_events: int) -> Counter[str]:
+        operations: list[tuple[int, Callable[[], None]]] = [
+            (550, self._step),
+            (220, self._add),
+            (45, self._add_siblings),
+            (30, self._branch),
+            (40, self._cancel),
+            (20, self._finish),
+            (35, self._pin),
+            (8, self._unpin),
+            (4, self._clear),
+            (8, self._evict_unused),
+            (20, self._explain),
+            (20, self._jump),
+        ]
+        weights = [weight for weight, _ in operations]
+        verbs = [verb for _, verb in operations]
+        while self.num_events < num_events:
+            self._tick(self.random.choice((0, 1_000, 50_000, 1_000_000)))
+            self._event(self.random.choices(verbs, weights)[0])
+        self.scheduler.drain()
+        limit = self.num_events + 200 + 40 * sum(len(book.expected) + len(book.prompt) for book in self.books.values())
+        while self.scheduler.has_work:
+            self._tick(1_000_000)
+            self._event(self._step)
+            if self.num_events > limit:
+                raise WorldFailure(f"no end in sight: {[book.request for book in self.books.values()]}")
+        self.scheduler.cache.pins.clear()
+        self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
+        self._require(not self.books, "requests were forgotten")
+        self._count_stats()
+        return self.counts
+
+    def _event(self, verb: Callable[[], None]) -> None:
+        verb()
+        self.num_events += 1
+        check_scheduler(self.scheduler, SALTS)
+        self._check_memory()
+
+    def _count_stats(self) -> None:
+        stats = self.scheduler.cache.stats()
+        self.counts["events"] = self.num_events
+        self.counts["twins"] = stats.num_twins
+        self.counts["evictions"] = stats.num_evictions
+
+    @staticmethod
+    def _require(condition: bool, message: str) -> None:
+        if not condition:
+            raise WorldFailure(message)
+
+    # Events
+
+    def _tick(self, by_ns: int) -> None:
+        self.clock_ns += by_ns
+
+    def _jump(self) -> None:
+        self._tick(self.random.choice((-3_000_000, 5_000_000, 500_000_000, 5 * NS_PER_S)))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.random.choices(range(self.setup.vocab_size), k=count)
+
+    def _prompt(self) -> list[int]:
+        random = self.random
+        kind = random.random()
+        if kind < 0.2 and self.retired:
+            prompt = [*random.choice(self.retired)]  # the next turn of a conversation, or the same request again
+            if random.random() < 0.6:
+                prompt += self._tokens(random.randint(1, 6))
+        elif kind < 0.3 and self.books:
+            prompt = [*random.choice(list(self.books.values())).prompt]
+        else:
+            prompt = [*random.choice(self._heads)][: random.choice((1, 3, 10**6, 10**6))] if kind < 0.8 else []
+            if random.random() < 0.4:
+                prompt += random.choice(self._middles)
+            prompt += self._tokens(random.randint(0 if prompt else 1, 6))
+        if len(prompt) >= self.max_context and random.random() < 0.95:
+            prompt = prompt[: random.randint(1, max(1, self.max_context - 1))]
+        return prompt
+
+    def _sampling(self) -> SamplingParams:
+        random = self.random
+        is_stopping = random.random() < 0.5
+        max_tokens = random.choice((None, 1, 2, random.randint(1, 12), random.randint(1, 40)))
+        return SamplingParams(
+            temperature=random.choice((0.0, 1.0)),
+            repetition_penalty=random.choice((1.0, 1.0, 1.1)),
+            seed=random.randint(0, 3),
+            prompt_logprobs=0 if random.random() < 0.03 else None,
+            min_tokens=random.choice((0, 0, 0, 1)),
+            max_tokens=max_tokens,
+            stop_token_ids=(0,) if is_stopping else (),
+        )
+
+    def _add(self) -> None:
+        request = Request(
+            self._new_id(),
+            self._prompt(),
+            self._sampling(),
+            priority=self.random.choice(list(Priority)),
+            salt=self.random.choice(("", "", SALTS[1], SALTS[2])),
+        )
+        self._submit(request)
+
+    def _add_siblings(self) -> None:
+        """n > 1: one prompt, several samples."""
+        self._add()
+        first = self.scheduler.get(self.next_id - 1)
+        for index in range(1, self.random.randint(2, 4)):
+            if first is not None:
+                self._submit(first.sibling(self._new_id(), index), sample_index=index)
+
+    def _branch(self) -> None:
+        """Go on from whatever a running request knows by now."""
+        candidates = list(self.scheduler.running)
+        if candidates:
+            self._submit(self.random.choice(candidates).branch(self._new_id(), self._sampling()))
+
+    def _submit(self, request: Request, sample_index: int = 0) -> None:
+        prompt = [*request.tokens]
+        is_fork = request.parent is not None
+        should_fit = len(prompt) + 1 <= self.max_context
+        try:
+            self.scheduler.add(request, self.clock_ns)
+        except ContextTooLong:
+            self._require(not should_fit, f"{request!r} was refused but fits")
+            return
+        except QueueFull:
+            self._require(len(self.scheduler.waiting) >= self.setup.max_waiting, "refused though there was room")
+            return
+        self.now_ns = max(self.now_ns, self.clock_ns)
+        self._require(should_fit, f"{request!r} can never fit and was let in")
+        self.counts["requests"] += 1
+        self.counts["forks"] += is_fork
+        # Siblings must draw as the world numbers them, not as the core does.
+        sampling = request.sampling
+        if sampling.sample_index != sample_index:
+            raise WorldFailure(
+                f"sample {sample_index} of one prompt draws the numbers of sample {sampling.sample_index}"
+            )
+        limit = min(len(prompt) + (sampling.max_tokens or self.max_context), self.max_context) - len(prompt)
+        tokens = run_alone(prompt, sampling, limit, block_size=self.setup.block_size, vocab_size=self.setup.vocab_size)
+        reason = FinishReason.LENGTH
+        for count, token in enumerate(tokens, 1):
+            if token in sampling.stop_token_ids and count > sampling.min_tokens:
+                tokens, reason = tokens[:count], FinishReason.STOP
+                break
+        self.books[request.request_id] = Book(request, prompt, tokens, reason, self.now_ns, self.now_ns)
+
+    def _new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id - 1
+
+    def _cancel(self) -> None:
+        if self.books:
+            book = self.random.choice(list(self.books.values()))
+            held = len(book.request.block_table)
+            self._require(self.scheduler.cancel(book.request.request_id), "a live request could not be cancelled")
+            self._require(not book.request.block_table, "a cancelled request kept its blocks")
+            self.counts["cancels"] += 1
+            self.counts["cancels of running"] += held > 0
+            self._retire(book)
+        self._require(not self.scheduler.cancel(self.next_id + 1000), "cancelled a request that does not exist")
+
+    def _finish(self) -> None:
+        """A stop string was seen above the core, some tokens ago."""
+        books = [book for book in self.books.values() if book.delivered]
+        if books:
+            book = self.random.choice(books)
+            keep = self.random.randint(0, len(book.delivered))
+            self._require(self.scheduler.finish(book.request.request_id, keep), "a live request could not be finished")
+            self._require(book.request.output == book.delivered[:keep], "finish cut the answer in the wrong place")
+            self._retire(book)
+
+    def _pin(self) -> None:
+        tokens = self._prompt()
+        ttl = self.random.choice((1_000, 1_000_000, 10**12))
+        name = f"pin-{self.random.randint(0, 4)}"
+        self.scheduler.cache.pin(name, tokens, self.random.choice(SALTS), self.now_ns + ttl)
+        self.counts["pins"] += 1
+
+    def _unpin(self) -> None:
+        self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
+
+    def _clear(self) -> None:
+        self.scheduler.cache.clear()
+
+    def _evict_unused(self) -> None:
+        self.scheduler.cache.pool.evict_unused()
+        self._require(self.scheduler.cache.stats().num_cached == 0, "unused content survived evict_unused")
+
+    def _explain(self) -> None:
+        request = Request(0, self._prompt(), salt=self.random.choice(SALTS))
+        hit = self.scheduler.cache.match(request)
+        story = self.scheduler.explain(request)
+        if self.setup.is_caching:
+            self._require(story.num_tokens == hit.num_tokens, "explain and match disagree")
+        self._require(story.num_tokens < len(request.tokens), "a hit left nothing to compute")
+        self.counts[f"explained {story.reason}"] += 1
+        stranger = self.scheduler.explain(Request(0, request.tokens, salt="stranger"))
+        silent = (StopReason.NOT_FOUND, StopReason.TOO_SHORT)
+        self._require(stranger.num_tokens == 0 and stranger.reason in silent, "explain told of another tenant")
+
+    def _step(self) -> None:
+        """Schedule N+1, forward N+1, collect and commit N, sample N+1; or all of one step at once."""
+        decodes = self._decodes()
+        self._started = {}
+        self.now_ns = max(self.now_ns, self.clock_ns)
+        plan = self.scheduler.schedule(self.clock_ns)
+        self._check_plan(plan, decodes)
+        if not plan.is_empty:
+            self.runner.forward(plan)
+        if self.in_flight:
+            self._commit()
+        if not plan.is_empty:
+            self.runner.sample(None)
+            self.in_flight.append(plan)
+            if not self.setup.is_overlapped:
+                self._commit()
+
+    def _commit(self) -> None:
+        plan = self.in_flight.popleft()
+        for piece in plan.slices:
+            book = self.books.get(piece.request_id)
+            if book is not None and book.request.epoch == piece.epoch:
+                self._see(book, piece.start + piece.length)
+        for update in self.scheduler.commit(plan, self.runner.collect()):
+            self._deliver(update)
+
+    # Books
+
+    def _deliver(self, update: TokenUpdate) -> None:
+        book = self.books.get(update.request_id)
+        if book is None:
+            raise WorldFailure(f"{update} for a request that is gone")
+        book.delivered += update.tokens
+        end = len(book.delivered)
+        if book.delivered != book.expected[:end]:
+            raise WorldFailure(f"{book.request!r} answered {book.delivered}, alone it answers {book.expected[:end]}")
+        is_end = end == len(book.expected)
+        self._require((update.finish_reason is not None) == is_end, f"{book.request!r} ended early or late")
+        if update.finish_reason is not None:
+            self._require(update.finish_reason is book.expected_reason, f"ended with {update.finish_reason}")
+            self._retire(book)
+
+    def _retire(self, book: Book) -> None:
+        self.retired.append([*book.prompt, *book.delivered])
+        self._require(book.request.state is RequestState.FINISHED, f"{book.request!r} is not finished")
+        del self.books[book.request.request_id]
+
+    def _see(self, book: Book, num_computed: int) -> None:
+        """Remember what has been computed under which salt."""
+        seen = self.seen[book.request.salt]
+        while book.num_seen < num_computed:
+            book.prefix = digest(book.prefix, book.request.tokens[book.num_seen])
+            seen.add(book.prefix)
+            book.num_seen += 1
+
+    def _key(self, book: Book, *, is_running: bool) -> tuple[int, int]:
+        """The policy's key by the world's own account of who waited how long."""
+        request = book.request
+        if self.setup.patience_s is None:
+            return (book.arrived_ns, request.sequence)
+        tier = request.priority * round(self.setup.patience_s * NS_PER_S)
+        since = self.now_ns if is_running else book.wait_start_ns
+        return (since - book.waited_ns + tier, request.sequence)
+
+    def _observe(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self._on_admitted(event)
+            case Preempted():
+                self._on_preempted(event)
+            case PrefixHitFound():
+                self.counts["hits"] += 1
+                self.counts["adoptions"] += event.is_adopted
+                self.counts["partial hits"] += event.num_tail_tokens > 0 and not event.is_adopted
+                self.counts["hits on a parent"] += event.is_fork
+                self._on_hit(event)
+            case PrefixWaited():
+                self.counts["prefix waits"] += 1
+            case StaleResultDropped():
+                self.counts["stale results"] += 1
+            case PinYielded():
+                self.counts["pins yielded"] += 1
+            case Refused():
+                self.counts[f"refused {event.reason}"] += 1
+                self.counts["refusals"] += 1
+            case Evicted():
+                self.counts["evictions with descendants"] += event.num_descendants > 0
+            case _:
+                pass
+
+    def _on_hit(self, event: PrefixHitFound) -> None:
+        book = self.books[event.request_id]
+        self._started[event.request_id] = event.num_tokens
+        tokens = book.request.tokens
+        self._require(event.num_tokens < len(tokens), "a hit left nothing to compute")
+        prefix = 0
+        for token in tokens[: event.num_tokens]:
+            prefix = digest(prefix, token)
+        if prefix not in self.seen[book.request.salt]:
+            raise WorldFailure(f"{book.request!r} hit {event.num_tokens} tokens nobody of its salt has computed")
+
+    def _on_admitted(self, event: Admitted) -> None:
+        book = self.books[event.request_id]
+        key = self._key(book, is_running=False)
+        for other in self.scheduler.waiting:
+            rival = self.books[other.request_id]
+            if self._key(rival, is_running=False) < key:
+                raise WorldFailure(f"{book.request!r} was admitted before {other!r}, who is ahead")
+            if not rival.was_admitted and not book.was_admitted:
+                window = self.policy.overtake_window_s(other.priority, book.request.priority)
+                late_ns = book.arrived_ns - rival.arrived_ns
+                self._require(late_ns <= window * NS_PER_S, f"{other!r} was overtaken beyond the starvation bound")
+        book.waited_ns += self.now_ns - book.wait_start_ns
+        self._require(event.waited_ns == book.waited_ns, f"{book.request!r} reports a wrong age")
+        book.was_admitted = True
+        self.counts["resumed"] += event.is_resumed
+
+    def _on_preempted(self, event: Preempted) -> None:
+        victim, winner = self.books[event.request_id], self.books[event.by_request_id]
+        self.counts["preemptions"] += 1
+        is_waiting = winner.request.state is RequestState.WAITING
+        if is_waiting:
+            self.counts["preemptions by waiting"] += 1
+            self._require(winner.request.priority < victim.request.priority, "preempted within a tier")
+        if victim is not winner:
+            keys = self._key(winner, is_running=not is_waiting), self._key(victim, is_running=True)
+            self._require(keys[0] < keys[1], f"{winner.request!r} preempted {victim.request!r}, who is ahead")
+        victim.wait_start_ns = self.now_ns
+
+    # Checks
+
+    def _decodes(self) -> list[Request]:
+        """Running requests that have one token to compute, so that no prompt may keep them from it."""
+        return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) - r.num_planned == 1]
+
+    def _check_plan(self, plan: StepPlan, decodes: list[Request]) -> None:
+        setup = self.setup
+        planned = {piece.request_id: piece for piece in plan.slices}
+        self._require(len(planned) == len(plan.slices), "a request stands twice in a plan")
+        self._require(plan.num_tokens <= setup.max_step_tokens, "the token budget was exceeded")
+        for piece in plan.slices:
+            self._require(piece.length <= setup.max_chunk_tokens, "a chunk is too long")
+            book = self.books[piece.request_id]
+            if piece.request_id in self._started:
+                self._require(piece.start == self._started[piece.request_id], "a hit was not used as reported")
+            known = [*book.prompt, *book.delivered]
+            self._require(list(piece.history) == known, "a slice has the wrong history")
+            self._require(
+                not piece.tokens or list(piece.tokens) == known[piece.start : piece.start + piece.length],
+                "wrong tokens",
+            )
+        if self.in_flight:
+            return  # copies in flight may hold the last blocks for one step
+        for request in decodes:
+            starved = request.state is RequestState.RUNNING and request.request_id not in planned
+            self._require(not starved, f"{request!r} could decode and was left out")
+        self._require(not (plan.is_empty and self.books), "there is work, and nothing was planned")
+
+    def _check_memory(self) -> None:
+        """What the tree says a block contains is what lies in the runner's memory."""
+        memory = self.runner.memory
+        for block in self.scheduler.cache.pool.blocks:
+            parent_key = block.parent_key
+            if parent_key is not None:
+                entries = self._entries.get((parent_key, block.tokens))
+                if entries is None:
+                    entries = self._content(parent_key, block.tokens)
+                if memory[block.block_id][: len(entries)] != entries:
+                    raise WorldFailure(f"{block!r} does not contain what the tree says")
+
+    def _content(self, parent_key: bytes, tokens: bytes) -> list[int]:
+        size = self.setup.block_size
+        parent, path = parent_key, []
+        while parent not in self._done:
+            block = self.scheduler.cache.tree.standing(parent)
+            assert block is not None
+            assert block.parent_key is not None
+            path.append(block)
+            parent = block.parent_key
+        for block in reversed(path):
+            assert block.key is not None
+            assert block.parent_key is not None
+            fold = self._fold(block.parent_key, block.tokens)[1]
+            self._done[block.key] = fold.done
+            self._depth[block.key] = self._depth.get(block.parent_key, 0) + size
+        entries = self._fold(parent_key, tokens)[0]
+        self._entries[parent_key, tokens] = entries
+        return entries
+
+    def _fold(self, parent_key: bytes, tokens: bytes) -> tuple[list[int], Fold]:
+        fold = Fold(self.setup.block_size, self._done[parent_key])
+        start = self._depth.get(parent_key, 0)
+        entries = []
+        for i in range(0, len(tokens), 4):
+            entry = fold.entry(int.from_bytes(tokens[i : i + 4], "big"), start + i // 4)
+            fold.read((entry,))
+            entries.append(entry)
+        return entries, fold
