@@ -36,7 +36,7 @@ class StepDraft:
 
     def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
         self.now_ns = now_ns
-        self.budget = budget  # tokens left for prefills; every decode has one of its own
+        self.budget = budget  # tokens left for prefills; every running request has one reserved, so no decode waits
         self.has_in_flight = has_in_flight  # a step before this one is not committed yet
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
@@ -74,7 +74,7 @@ class Planner:
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
-        step = StepDraft(now_ns, self.max_step_tokens - self._count_decodes(), has_in_flight=has_in_flight)
+        step = StepDraft(now_ns, self.max_step_tokens - len(self._running), has_in_flight=has_in_flight)
         self._walk(step)
         for request in step.skipped:
             self._waiting.push(request)
@@ -110,20 +110,16 @@ class Planner:
     def _is_ahead(self, running: Request, waiting: Request, drift_ns: int) -> bool:
         return (running.rank + drift_ns, running.sequence) < (self._policy.waiting_key(waiting), waiting.sequence)
 
-    def _count_decodes(self) -> int:
-        """Running requests with exactly one token to compute: each has it reserved, before any prefill."""
-        return sum(min(len(r.tokens) + r.num_in_flight, r.token_limit - 1) - r.num_planned == 1 for r in self._running)
-
     def _plan_running(self, step: StepDraft, request: Request) -> bool:
         """Give a running request its share. False if it had to preempt itself."""
         start = request.num_planned
         # The last token a request may have needs no KV: nothing is computed after it.
         length = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
-        if length > 1:
-            length = min(length, step.budget, self.max_chunk_tokens)
-            step.budget -= length
         if length <= 0:
             return True
+        if length > 1:
+            length = min(length, 1 + step.budget, self.max_chunk_tokens)
+            step.budget -= length - 1
         if start + length > len(request.block_table) * self._cache.block_size:
             if not self._make_room(step, request, start + length):
                 return request.state is RequestState.RUNNING

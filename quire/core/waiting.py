@@ -13,7 +13,8 @@ from quire.errors import InvalidRequest, QueueFull
 
 class _Entry(NamedTuple):
     key: int
-    sequence: int  # unique, so entries never compare requests
+    sequence: int
+    push: int  # unique, so entries never compare requests
     request: Request
 
 
@@ -28,6 +29,7 @@ class WaitingQueue:
         self._policy = policy
         self._heap: list[_Entry] = []
         self._entries: dict[int, _Entry] = {}  # request id -> live entry
+        self._num_pushes = 0
         self.num_tokens = 0  # known tokens of all who wait
 
     def __len__(self) -> int:
@@ -46,7 +48,8 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Queue at its policy key. `check_room` is for those who arrive: work pushed back has been let in."""
-        entry = _Entry(self._policy.waiting_key(request), request.sequence, request)
+        self._num_pushes += 1
+        entry = _Entry(self._policy.waiting_key(request), request.sequence, self._num_pushes, request)
         self._entries[request.request_id] = entry
         self.num_tokens += len(request.tokens)
         heappush(self._heap, entry)

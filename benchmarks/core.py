@@ -1,0 +1,203 @@
+"""What the core costs: per operation, per step, and for the prefix tree when nothing ever hits.
+
+    python benchmarks/core.py            all tables, about a minute
+    python benchmarks/core.py --quick    a smoke run
+
+Prints ratios measured in this run. The claims (docs/performance.md): cost per operation grows by less than 3x from
+1e3 to 1e6 blocks, schedule + commit of 256 decodes takes less than 1 ms, the tree at 0 % hits costs less than 1 % of a
+step of the smallest real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from random import Random
+
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Aging
+from quire.core.request import Request, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult
+
+CONTEXT = 2048
+SMALLEST_STEP_MS = (
+    1000 / 176
+)  # SmolLM2-135M, one stream on 2 cores at llama.cpp's fastest: the shortest step to hide in
+
+
+def nanoseconds(work: Callable[[], int], repeats: int) -> float:
+    """Median time per operation of a piece of work that returns how many it did."""
+    samples = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        count = work()
+        samples.append((time.perf_counter_ns() - begin) / count)
+    return statistics.median(samples)
+
+
+def operations(num_blocks: int, repeats: int) -> dict[str, float]:
+    """Per block, in a pool that is full of cached content, so that every take evicts."""
+    random = Random(num_blocks)
+    cache = KVCacheManager(num_blocks)
+    cached = [fill(cache, request_id, random) for request_id in range(max(1, (num_blocks - 1) // 65))]
+    pool = cache.pool
+    batch = list(pool.free)[:: max(1, pool.num_free // 64)][:64]
+    lookups = random.sample(cached, min(8, len(cached)))
+    fresh = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(8)]
+    lives = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(40)]
+    for request in [*lookups, *fresh]:
+        cache.match(request)  # keys are computed once per request; here only the walk is timed
+
+    def share_release() -> int:
+        for _ in range(8):
+            pool.share(batch)
+            pool.release(batch)
+        return 8 * len(batch)
+
+    def match(requests: list[Request]) -> int:
+        for request in requests:
+            cache.match(request)
+        return len(requests) * CONTEXT // cache.block_size
+
+    def take() -> int:
+        pool.take(16)
+        return 16
+
+    table = {
+        "share + release": nanoseconds(share_release, repeats),
+        "match, hit": nanoseconds(lambda: match(lookups), repeats),
+        "match, miss (a request)": nanoseconds(lambda: match(fresh), repeats) * CONTEXT / cache.block_size,
+        "life of a fresh block": nanoseconds(lambda: live(cache, lives.pop()), min(repeats, 40)),
+    }
+    # Last, because it evicts what the others look for, and only as often as there is something to evict.
+    table["take, evicting"] = nanoseconds(take, min(repeats, (num_blocks - 1) // 32))
+    return table
+
+
+def live(cache: KVCacheManager, request: Request) -> int:
+    """A request nobody has seen: its blocks are taken (evicting others), hashed, published and released."""
+    cache.grow(request, CONTEXT)
+    request.num_computed = CONTEXT
+    cache.publish(request)
+    cache.release(request)
+    return CONTEXT // cache.block_size
+
+
+def fill(cache: KVCacheManager, request_id: int, random: Random) -> Request:
+    """Compute one request and leave it in the cache."""
+    request = Request(request_id, random.choices(range(32_000), k=CONTEXT + 8))
+    cache.grow(request, len(request.tokens))
+    request.num_computed = len(request.tokens)
+    cache.publish(request)
+    cache.release(request)
+    return Request(request_id, request.tokens[: CONTEXT + 1])
+
+
+def result_of(plan: StepPlan, token: int = 7) -> StepResult:
+    return StepResult(tuple((token,) if piece.wants_token else () for piece in plan.slices))
+
+
+def decoding(num_running: int, num_blocks: int, context: int = CONTEXT) -> Scheduler:
+    """A scheduler with so many requests in the middle of their answers."""
+    random = Random(1)
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks),
+        Aging(),
+        max_seqs=num_running,
+        max_step_tokens=num_running + 65_536,
+        max_chunk_tokens=context,
+    )
+    for request_id in range(num_running):
+        scheduler.add(Request(request_id, random.choices(range(32_000), k=context)), now_ns=request_id)
+    while any(len(request.tokens) == context for request in scheduler.running) or len(scheduler.waiting):
+        plan = scheduler.schedule(now_ns=10**9)
+        scheduler.commit(plan, result_of(plan))
+    return scheduler
+
+
+def step_us(scheduler: Scheduler, num_steps: int) -> float:
+    """Median schedule + commit time with one step in flight, as the engine runs it."""
+    samples = []
+    before = scheduler.schedule(now_ns=2 * 10**9)
+    for step in range(num_steps):
+        result = result_of(before)
+        begin = time.perf_counter_ns()
+        plan = scheduler.schedule(now_ns=2 * 10**9 + step)
+        scheduler.commit(before, result)
+        samples.append((time.perf_counter_ns() - begin) / 1000)
+        before = plan
+    return statistics.median(samples)
+
+
+def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
+    """Whole lives of requests that share nothing, one after the other: mean scheduler time per step."""
+    random = Random(2)
+    scheduler = Scheduler(KVCacheManager(1024, is_caching=is_caching), Aging(), max_seqs=1)
+    sampling = SamplingParams(max_tokens=num_decodes)
+    prompts = [random.choices(range(32_000), k=CONTEXT) for _ in range(num_requests)]
+    spent, steps = 0, 0
+    for request_id, prompt in enumerate(prompts):
+        request = Request(request_id, prompt, sampling)
+        begin = time.perf_counter_ns()
+        scheduler.add(request, now_ns=0)
+        while scheduler.has_work:
+            plan = scheduler.schedule(now_ns=0)
+            scheduler.commit(plan, result_of(plan))
+            steps += 1
+        spent += time.perf_counter_ns() - begin
+    return spent / steps / 1000
+
+
+def row(cells: Iterable[object]) -> str:
+    first, *rest = cells
+    return f"  {first!s:26}" + "".join(f"{cell!s:>14}" for cell in rest)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small pools, few repeats")
+    options = parser.parse_args()
+    sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000)
+    repeats = 20 if options.quick else 200
+    gc.disable()  # the million blocks of the tables would be walked again and again
+    print(f"quire core, Python {platform.python_version()} on {platform.machine()}\n")
+
+    print("nanoseconds per block, pool full of cached content")
+    print(row(["blocks", *(f"{size:,}" for size in sizes), "last/first"]))
+    tables = [operations(size, repeats) for size in sizes]
+    for name in tables[0]:
+        cells = [table[name] for table in tables]
+        print(row([name, *(f"{cell:,.0f}" for cell in cells), f"{cells[-1] / cells[0]:.2f}x"]))
+
+    print(f"\nschedule + commit, one step in flight, all decoding at {CONTEXT} tokens")
+    print(row(["running", "us a step", "us a request"]))
+    for num_running in (1, 64) if options.quick else (1, 64, 256, 1024):
+        took = step_us(decoding(num_running, num_running * 80 + 2), repeats)
+        print(row([num_running, f"{took:,.0f}", f"{took / num_running:.2f}"]))
+
+    print("\nschedule + commit of 8 decodes, by pool size")
+    steps = [step_us(decoding(8, size), repeats) for size in sizes]
+    print(row(["blocks", *(f"{size:,}" for size in sizes), "last/first"]))
+    print(row(["us a step", *(f"{took:,.1f}" for took in steps), f"{steps[-1] / steps[0]:.2f}x"]))
+
+    lives = 3 if options.quick else 20
+    pairs = [
+        [life_us(is_caching=is_caching, num_requests=lives, num_decodes=256) for is_caching in (True, False)]
+        for _ in range(3)
+    ]
+    on, off = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"\nprefix tree at 0 % hits, one stream, {CONTEXT} tokens in and 256 out")
+    print(f"  {on:.1f} us a step with it, {off:.1f} without: {on - off:.1f} us, which is")
+    share = (on - off) / 1000 / SMALLEST_STEP_MS
+    print(f"  {share:.2%} of the shortest real step ({SMALLEST_STEP_MS:.1f} ms: SmolLM2-135M, one token, 2 cores)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What the core's tests share: short names for what they look at, and a runner's answer without a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
+from quire.core.block import KVCacheBlock
+from quire.core.events import Event
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Aging, Policy
+from quire.core.pool import BlockPool
+from quire.core.prefix import NO_HIT
+from quire.core.request import Priority, Request, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult, TokenUpdate
+
+NS = 1_000_000_000
+_T = TypeVar("_T")
+
+
+def free_ids(pool: BlockPool) -> list[int]:
+    """The whole free list, in the order of eviction."""
+    return [block.block_id for block in pool.free]
+
+
+def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def compute(cache: KVCacheManager, request: Request, upto: int | None = None) -> None:
+    """Grow, compute and publish a request as steps would: with its prompt's tail in the tree."""
+    upto = len(request.tokens) if upto is None else upto
+    hit = NO_HIT if request.block_table else cache.match(request)
+    cache.settle(cache.grow(request, upto, hit))
+    request.num_computed = request.num_planned = upto
+    cache.publish(request)
+    cache.publish_tail(request)
+
+
+def make_request(request_id: int, num_tokens: int, *, first: int = 0, max_tokens: int | None = None) -> Request:
+    """A prompt of consecutive numbers, so that tests can say where two of them part."""
+    return Request(request_id, range(first, first + num_tokens), SamplingParams(max_tokens=max_tokens))
+
+
+class Rig:
+    """A scheduler over a fake runner, stepped by hand, with everything it did on record."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 33,
+        block_size: int = 4,
+        max_seqs: int = 8,
+        max_step_tokens: int = 256,
+        max_chunk_tokens: int = 256,
+        policy: Policy | None = None,
+        max_waiting: int = 100,
+        is_late: bool = True,
+    ) -> None:
+        self.events: list[Event] = []
+        self.now_ns = 0
+        cache = KVCacheManager(num_blocks, block_size, observe=self.events.append)
+        self.scheduler = Scheduler(
+            cache,
+            policy or Aging(),
+            max_seqs=max_seqs,
+            max_step_tokens=max_step_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+            max_waiting=max_waiting,
+            observe=self.events.append,
+        )
+        capacity = Capacity(num_blocks, block_size, max_seqs, self.scheduler.max_context, vocab_size=1000)
+        self.runner = FakeRunner(capacity, is_late=is_late)
+        self.cache = cache
+        self.updates: list[TokenUpdate] = []
+
+    def add(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int | None = 8,
+        priority: Priority = Priority.NORMAL,
+        salt: str = "",
+    ) -> Request:
+        request = Request(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority, salt=salt)
+        self.scheduler.add(request, self.now_ns)
+        return request
+
+    def launch(self) -> StepPlan:
+        """Schedule a step and put it on the device; commit is another call."""
+        plan = self.scheduler.schedule(self.now_ns)
+        if not plan.is_empty:
+            self.runner.forward(plan)
+            self.runner.sample(None)
+        return plan
+
+    def land(self, plan: StepPlan) -> list[TokenUpdate]:
+        updates = self.scheduler.commit(plan, self.runner.collect())
+        self.updates += updates
+        return updates
+
+    def step(self) -> StepPlan:
+        plan = self.launch()
+        if not plan.is_empty:
+            self.land(plan)
+        return plan
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Until everything is done. Returns how many steps that took."""
+        for count in range(max_steps):
+            if not self.scheduler.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def happened(self, kind: type[_T]) -> list[_T]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(request, start, length) of every slice."""
+    return [(piece.request_id, piece.start, piece.length) for piece in plan.slices]
+
+
+def answer(plan: StepPlan, token: int = 1) -> StepResult:
+    return StepResult(tuple((token,) if piece.wants_token else () for piece in plan.slices))

@@ -1,0 +1,72 @@
+import pytest
+
+from quire.core.block import BLOCK_SIZE, FreeKVCacheBlockQueue, KVCacheBlock, check_block_size
+from quire.errors import InvalidRequest
+
+
+def queue_of(count: int) -> tuple[list[KVCacheBlock], FreeKVCacheBlockQueue]:
+    blocks = [KVCacheBlock(block_id) for block_id in range(count)]
+    return blocks, FreeKVCacheBlockQueue(blocks)
+
+
+def order(queue: FreeKVCacheBlockQueue) -> list[int]:
+    return [block.block_id for block in queue]
+
+
+def test_a_block_has_32_tokens_unless_told() -> None:
+    assert BLOCK_SIZE == 32
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_powers_of_two_up_to_256_are_block_sizes(size: int) -> None:
+    assert check_block_size(size) == size
+
+
+@pytest.mark.parametrize("size", [0, -1, 3, 31, 33, 512, 2.0, True, "32", None])
+def test_other_block_sizes_are_refused_by_value(size: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"block_size = .* is not a power of two from 1 to 256"):
+        check_block_size(size)  # type: ignore[arg-type]
+
+
+def test_queue_keeps_the_order_of_its_ends() -> None:
+    blocks, queue = queue_of(4)
+    assert queue.pop_front() is blocks[0]
+    queue.append(blocks[0])
+    assert order(queue) == [1, 2, 3, 0]
+    assert queue.pop_front() is blocks[1]
+    queue.prepend(blocks[1])
+    assert order(queue) == [1, 2, 3, 0]
+    assert len(queue) == 4
+
+
+def test_queue_gives_up_its_middle_and_both_ends() -> None:
+    blocks, queue = queue_of(5)
+    queue.remove(blocks[2])
+    assert order(queue) == [0, 1, 3, 4]
+    queue.remove(blocks[0])
+    queue.remove(blocks[4])
+    assert order(queue) == [1, 3]
+    queue.remove(blocks[1])
+    queue.remove(blocks[3])
+    assert order(queue) == []
+    assert len(queue) == 0
+    queue.append(blocks[2])
+    assert order(queue) == [2]
+
+
+def test_queue_refuses_what_would_corrupt_it() -> None:
+    blocks, queue = queue_of(2)
+    with pytest.raises(ValueError, match="in the free list already"):
+        queue.append(blocks[0])
+    with pytest.raises(ValueError, match="in the free list already"):
+        queue.prepend(blocks[1])
+    queue.remove(blocks[0])
+    with pytest.raises(ValueError, match="not in the free list"):
+        queue.remove(blocks[0])
+    queue.pop_front()
+    with pytest.raises(IndexError):
+        queue.pop_front()
+
+
+def test_an_empty_queue_can_be_made() -> None:
+    assert order(FreeKVCacheBlockQueue([])) == []

@@ -1,0 +1,258 @@
+"""Block tables: exact blocks, counts and free lists after each operation. Blocks have 4 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.kv_cache import KVCacheManager
+from quire.core.prefix import NO_HIT
+from quire.core.request import Request, SamplingParams
+from quire.core.step import BlockCopy
+from quire.errors import ContextTooLong, OutOfBlocks
+from tests.core.helpers import compute, free_ids, ids, make_request
+
+
+def make_cache(num_blocks: int = 9) -> KVCacheManager:
+    return KVCacheManager(num_blocks, 4)
+
+
+def refs(cache: KVCacheManager) -> list[int]:
+    """Reference counts of blocks 1, 2, ..."""
+    return [block.ref_count for block in cache.pool.blocks[1:]]
+
+
+def test_a_table_grows_by_whole_blocks_as_needed() -> None:
+    cache = make_cache()
+    request = make_request(1, 5)
+    assert cache.grow(request, 5) == []
+    assert request.block_table == [1, 2]
+    cache.grow(request, 8)
+    assert request.block_table == [1, 2]  # waste is always under one block
+    cache.grow(request, 9)
+    assert request.block_table == [1, 2, 3]
+    assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
+
+
+def test_grow_is_all_or_nothing() -> None:
+    cache = make_cache(num_blocks=6)
+    holder = make_request(1, 8)
+    compute(cache, holder)
+    cache.release(holder)
+    request = make_request(2, 40)
+    hit = cache.match(request)
+    assert ids(hit.blocks) == [1, 2]
+    with pytest.raises(OutOfBlocks, match="5 blocks short"):
+        cache.grow(request, 40, hit)
+    assert request.block_table == []
+    assert refs(cache) == [0, 0, 0, 0, 0]
+    assert free_ids(cache.pool) == [3, 4, 5, 2, 1]
+
+
+def test_a_hit_shares_the_same_blocks_with_no_copy() -> None:
+    cache = make_cache()
+    first, second = make_request(1, 9), make_request(2, 9)
+    compute(cache, first)
+    hit = cache.match(second)
+    assert cache.grow(second, 9, hit) == []
+    assert (first.block_table, second.block_table) == ([1, 2, 3], [1, 2, 4])
+    assert refs(cache) == [2, 2, 1, 1, 0, 0, 0, 0]
+    assert second.num_computed == second.num_planned == 8
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    cache = make_cache()
+    compute(cache, make_request(1, 8))
+    again = make_request(2, 8)
+    hit = cache.match(again)
+    assert hit.num_tokens == 7
+    assert (ids(hit.blocks), hit.tail and hit.tail.block_id, hit.num_tail_tokens) == ([1], 2, 3)
+
+
+def test_a_finished_request_donates_its_blocks_and_the_next_turn_adopts_its_tail_in_place() -> None:
+    cache = make_cache()
+    first = make_request(1, 6)
+    compute(cache, first)
+    cache.release(first)
+    assert free_ids(cache.pool) == [3, 4, 5, 6, 7, 8, 2, 1]
+    turn = make_request(2, 11)
+    hit = cache.match(turn)
+    assert hit.is_adoptable
+    assert cache.grow(turn, 11, hit) == []  # no copy at all
+    assert turn.block_table == [1, 2, 3]
+    assert (turn.num_computed, turn.num_planned) == (6, 6)
+    assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
+
+
+def test_a_tail_in_use_is_copied_and_the_source_is_held_until_the_step_is_done() -> None:
+    cache = make_cache()
+    writer, reader = make_request(1, 6), make_request(2, 8)
+    compute(cache, writer)
+    hit = cache.match(reader)
+    assert not hit.is_adoptable
+    copies = cache.grow(reader, 8, hit)
+    assert copies == [BlockCopy(source=2, destination=3)]
+    assert reader.block_table == [1, 3]
+    assert refs(cache)[:3] == [2, 2, 1]  # block 2: the writer, and the copy in flight
+    assert (reader.num_computed, reader.num_planned) == (4, 6)  # the copied tokens do not exist yet
+    cache.settle(copies)
+    assert refs(cache)[:3] == [2, 1, 1]
+
+
+def test_hits_are_shared_before_new_blocks_are_taken() -> None:
+    cache = make_cache(num_blocks=5)
+    first = make_request(1, 8)
+    compute(cache, first)
+    cache.release(first)
+    filler = make_request(2, 8, first=100)
+    compute(cache, filler)
+    assert free_ids(cache.pool) == [2, 1]  # what the next request hits is next in line for eviction
+    cache.release(filler)
+    turn = make_request(3, 16)
+    assert cache.grow(turn, 16, cache.match(turn)) == []
+    assert turn.block_table == [1, 2, 4, 3]
+
+
+def test_a_request_that_forks_shares_all_its_parent_computed() -> None:
+    cache = make_cache()
+    parent = make_request(1, 6)
+    compute(cache, parent)
+    child = parent.sibling(2, 1)
+    hit = cache.fork(parent, child)
+    assert (ids(hit.blocks), hit.num_tokens, hit.is_fork) == ([1], 5, True)
+    assert cache.grow(child, 6, hit) == [BlockCopy(2, 3)]
+    assert (parent.block_table, child.block_table) == ([1, 2], [1, 3])
+
+
+def test_a_fork_shares_only_what_is_common() -> None:
+    cache = make_cache()
+    parent = make_request(1, 6)
+    compute(cache, parent)
+    assert cache.fork(parent, make_request(2, 6, first=1)) == NO_HIT
+    assert cache.fork(parent, Request(3, parent.tokens, salt="other")) == NO_HIT
+
+
+def test_prompt_logprobs_need_every_position_computed() -> None:
+    cache = make_cache()
+    compute(cache, make_request(1, 8))
+    assert cache.match(Request(2, range(8), SamplingParams(prompt_logprobs=1))) == NO_HIT
+
+
+def test_release_publishes_what_was_computed_and_nothing_more() -> None:
+    cache = make_cache()
+    request = make_request(1, 12)
+    cache.grow(request, 12)
+    request.num_computed = 6  # the rest was planned, and then the request was cancelled
+    cache.publish(request)
+    cache.release(request)
+    assert request.block_table == []
+    assert cache.match(make_request(2, 12)).num_tokens == 6
+    assert free_ids(cache.pool) == [3, 4, 5, 6, 7, 8, 2, 1]
+
+
+def test_an_old_table_survives_release_for_the_plan_that_reads_it() -> None:
+    cache = make_cache()
+    request = make_request(1, 8)
+    compute(cache, request)
+    table = request.block_table
+    cache.release(request)
+    assert table == [1, 2]
+
+
+def test_after_clear_running_requests_go_on_but_publish_nothing_without_a_parent() -> None:
+    cache = make_cache()
+    request = make_request(1, 4)
+    compute(cache, request)
+    cache.clear()
+    request.tokens += range(4, 9)
+    compute(cache, request)
+    assert len(cache.tree) == 0
+    cache.release(request)
+    assert len(cache.pool.free) == 8
+
+
+def test_without_caching_nothing_is_found_and_nothing_published() -> None:
+    cache = KVCacheManager(9, 4, is_caching=False)
+    request = make_request(1, 9)
+    compute(cache, request)
+    cache.release(request)
+    assert cache.match(make_request(2, 9)) == NO_HIT
+    assert cache.stats().num_cached == 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    cache = make_cache(num_blocks=3)
+    cache.check_fits(7, 8)
+    with pytest.raises(ContextTooLong, match=r"prompt of 8 tokens .* context of 8 tokens .* 2 blocks of 4 = 8 tokens"):
+        cache.check_fits(8, 8)
+
+
+def test_stats_count_hits_tails_and_twins() -> None:
+    cache = make_cache()
+    first, twin = make_request(1, 8), make_request(2, 8)
+    cache.grow(first, 8)
+    cache.grow(twin, 8)  # both began before either had anything to share
+    for request in (first, twin):
+        request.num_computed = 8
+        cache.publish(request)
+    reader = make_request(3, 9)
+    cache.grow(reader, 9, cache.match(reader))
+    stats = cache.stats()
+    assert (stats.num_twins, stats.num_hit_tokens, stats.num_queried_tokens) == (2, 8, 22)
+    assert stats.hit_rate == pytest.approx(8 / 22)
+    assert (stats.num_blocks, stats.num_free, stats.num_in_use, stats.num_shared) == (8, 3, 5, 2)
+
+
+# Pins
+
+
+def test_pinned_blocks_are_not_evicted_until_they_expire() -> None:
+    cache = make_cache()
+    request = make_request(1, 10)
+    compute(cache, request)
+    cache.release(request)
+    assert cache.pin("system", list(range(10)), "", expires_ns=100) == 8  # full blocks only
+    other = make_request(2, 24, first=500)
+    cache.grow(other, 24)
+    assert cache.shortage(make_request(3, 4, first=900), 4) == 1
+    cache.release(other)
+    assert cache.match(make_request(4, 9)).num_tokens == 8
+    cache.pins.expire(99)
+    assert cache.stats().num_pinned == 2
+    cache.pins.expire(100)
+    assert cache.stats().num_pinned == 0
+    assert len(cache.pool.free) == 8
+
+
+def test_pins_hold_at_most_half_the_pool_and_the_oldest_yields() -> None:
+    cache = make_cache()  # 8 blocks, 4 for pins
+    for request_id, first in enumerate((0, 100, 200)):
+        request = make_request(request_id, 8, first=first)
+        compute(cache, request)
+        cache.release(request)
+    assert cache.pin("a", list(range(8)), "", 10**9) == 8
+    assert cache.pin("b", list(range(100, 108)), "", 10**9) == 8
+    assert cache.pin("c", list(range(200, 208)), "", 10**9) == 8
+    assert not cache.pins.unpin("a")
+    assert cache.pins.num_blocks == 4
+    assert cache.pins.unpin("b")
+
+
+def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
+    cache = make_cache()
+    request = make_request(1, 28)
+    compute(cache, request)
+    assert cache.pin("long", request.tokens, "", 10**9) == 16
+
+
+def test_pinning_again_extends_and_renews() -> None:
+    cache = make_cache()
+    request = make_request(1, 12)
+    compute(cache, request, upto=4)
+    assert cache.pin("chat", request.tokens, "", expires_ns=10) == 4
+    compute(cache, request, upto=12)
+    cache.release(request)
+    assert cache.pin("chat", request.tokens, "", expires_ns=20) == 12
+    cache.pins.expire(15)
+    assert cache.pins.num_blocks == 3
+    cache.clear()
+    assert len(cache.pins) == 0

@@ -1,0 +1,138 @@
+"""Aging as a virtual deadline, and the starvation bound it states, held with a real scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.events import Admitted, Preempted
+from quire.core.policy import POLICIES, Aging, Fcfs, Policy
+from quire.core.request import Priority, Request
+from quire.errors import InvalidRequest
+from tests.core.helpers import NS, Rig, make_request
+
+
+def waiting(priority: Priority, enqueued_s: float, waited_s: float = 0.0) -> Request:
+    request = make_request(1, 1)
+    request.priority = priority
+    request.arrived_ns = request.enqueued_ns = round(enqueued_s * NS)
+    request.waited_ns = round(waited_s * NS)
+    return request
+
+
+def test_the_table_makes_every_policy() -> None:
+    made: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
+    assert set(made) == {"aging", "fcfs"}
+
+
+def test_a_tier_is_worth_one_patience_of_waiting() -> None:
+    policy = Aging(patience_s=10)
+    low = policy.waiting_key(waiting(Priority.LOW, 0))
+    assert policy.waiting_key(waiting(Priority.HIGH, 19.999)) < low
+    assert policy.waiting_key(waiting(Priority.HIGH, 20.001)) > low
+    assert policy.waiting_key(waiting(Priority.NORMAL, 9.999)) < low
+    assert policy.waiting_key(waiting(Priority.NORMAL, 10.001)) > low
+
+
+def test_earlier_waits_count_and_time_spent_running_does_not() -> None:
+    policy = Aging(patience_s=10)
+    fresh = policy.waiting_key(waiting(Priority.LOW, 100))
+    requeued = policy.waiting_key(waiting(Priority.LOW, 100, waited_s=7))
+    assert fresh - requeued == 7 * NS
+
+
+def test_a_running_request_does_not_age() -> None:
+    policy = Aging(patience_s=10)
+    low = waiting(Priority.LOW, 0, waited_s=3)
+    for now_s in (0, 50, 5000):
+        key = policy.running_rank(low) + policy.drift_ns(now_s * NS)
+        assert key == (now_s + 20 - 3) * NS
+
+
+def test_fcfs_is_the_order_of_arrival() -> None:
+    policy = Fcfs()
+    assert policy.waiting_key(waiting(Priority.LOW, 1)) < policy.waiting_key(waiting(Priority.HIGH, 2))
+    assert not policy.may_preempt(Priority.HIGH, Priority.LOW)
+    assert policy.overtake_window_s(Priority.LOW, Priority.HIGH) == 0
+
+
+@pytest.mark.parametrize("patience_s", [-1.0, float("nan"), 1e9])
+def test_an_impossible_patience_is_refused(patience_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="patience_s"):
+        Aging(patience_s)
+
+
+@pytest.mark.parametrize(
+    ("behind", "ahead", "window_s"),
+    [
+        (Priority.LOW, Priority.HIGH, 20.0),
+        (Priority.LOW, Priority.NORMAL, 10.0),
+        (Priority.NORMAL, Priority.HIGH, 10.0),
+        (Priority.LOW, Priority.LOW, 0.0),
+        (Priority.HIGH, Priority.LOW, 0.0),
+    ],
+)
+def test_the_bound_is_a_function_one_can_call(behind: Priority, ahead: Priority, window_s: float) -> None:
+    assert Aging(patience_s=10).overtake_window_s(behind, ahead) == window_s
+
+
+def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> None:
+    """One slot, HIGH work arriving faster than it is served, for ever. LOW comes at 0 s and gets its turn."""
+    policy = Aging(patience_s=1)
+    rig = Rig(max_seqs=1, policy=policy, max_waiting=1000)
+    rig.add(0, [9, 9], priority=Priority.HIGH, max_tokens=4)
+    rig.step()
+    low = rig.add(1, [1, 2, 3], priority=Priority.LOW, max_tokens=4)
+    window_s = policy.overtake_window_s(Priority.LOW, Priority.HIGH)
+    arrived: dict[int, int] = {}
+    for request_id in range(2, 400):
+        rig.now_ns += NS // 50
+        arrived[request_id] = rig.now_ns
+        rig.add(request_id, [request_id] * 3, priority=Priority.HIGH, max_tokens=4)
+        rig.step()
+        rig.step()
+        if low.finish_reason:
+            break
+    assert low.finish_reason is not None
+    order = [event.request_id for event in rig.happened(Admitted)]
+    overtakers = order[1 : order.index(1)]
+    assert overtakers, "HIGH never went first"
+    assert all(arrived[request_id] < window_s * NS for request_id in overtakers)
+    assert max(arrived[request_id] for request_id in overtakers) > 0.5 * window_s * NS
+
+
+def test_high_is_served_at_once_though_endless_low_jobs_fill_every_slot_and_have_run_for_ever() -> None:
+    rig = Rig(max_seqs=4, num_blocks=400, policy=Aging(patience_s=1))
+    for request_id in range(4):
+        rig.add(request_id, [request_id] * 5, priority=Priority.LOW, max_tokens=None)
+    rig.step()
+    for _ in range(30):
+        rig.now_ns += 10 * NS  # they run for 300 s: an age earned by running would put them before everyone
+        rig.step()
+    assert len(rig.scheduler.running) == 4
+    for request_id in range(4, 10):
+        high = rig.add(request_id, [100 + request_id] * 5, priority=Priority.HIGH, max_tokens=2)
+        rig.now_ns += NS // 1000
+        plan = rig.step()
+        assert high.request_id in [piece.request_id for piece in plan.slices], "HIGH had to wait for LOW"
+        rig.step()
+        assert high.finish_reason is not None
+    assert {event.priority for event in rig.happened(Preempted)} == {Priority.LOW}
+
+
+def test_a_preempted_request_keeps_the_age_it_earned() -> None:
+    rig = Rig(max_seqs=1, policy=Aging(patience_s=10))
+    rig.add(1, [1, 2], priority=Priority.HIGH, max_tokens=2)
+    rig.step()
+    low = rig.add(2, [3, 4], priority=Priority.LOW, max_tokens=20)
+    rig.now_ns += 6 * NS
+    rig.step()  # 1 is done
+    rig.step()
+    assert low.waited_ns == 6 * NS
+    rig.now_ns += 100 * NS
+    rig.add(3, [5, 6], priority=Priority.HIGH, max_tokens=1)
+    rig.step()
+    assert low.num_preemptions == 1
+    late = rig.add(4, [7, 8], priority=Priority.LOW, max_tokens=1)
+    assert rig.scheduler.policy.waiting_key(low) == rig.now_ns + (20 - 6) * NS
+    assert rig.scheduler.waiting.head() is low
+    assert late in rig.scheduler.waiting

@@ -1,0 +1,192 @@
+"""Order carries meaning: every test pins block ids, reference counts and the whole free list after each operation."""
+
+import pytest
+
+from quire.core.block import KVCacheBlock
+from quire.core.events import Event, Evicted
+from quire.core.pool import BlockPool, PoolStats
+from quire.core.prefix import PrefixTree, hash_block_tokens, pack_tokens
+from quire.errors import InvalidRequest, OutOfBlocks
+from tests.core.helpers import free_ids, ids
+
+
+def make_pool(num_blocks: int, block_size: int = 2) -> tuple[BlockPool, PrefixTree, list[Event]]:
+    events: list[Event] = []
+    tree = PrefixTree(block_size)
+    return BlockPool(num_blocks, tree, events.append), tree, events
+
+
+def publish_chain(pool: BlockPool, tree: PrefixTree, blocks: list[KVCacheBlock], first_token: int = 0) -> None:
+    """Publish blocks one after the other, filled with consecutive numbers."""
+    parent = tree.root("")
+    for index, block in enumerate(blocks):
+        start = first_token + index * tree.block_size
+        tokens = pack_tokens(range(start, start + tree.block_size))
+        key = hash_block_tokens(parent, tokens)
+        pool.publish(block, parent, key, tokens)
+        parent = key
+
+
+def test_block_0_is_never_handed_out() -> None:
+    pool, _, _ = make_pool(5)
+    assert free_ids(pool) == [1, 2, 3, 4]
+    assert ids(pool.take(4)) == [1, 2, 3, 4]
+    assert pool.blocks[0].ref_count == 1
+    assert pool.num_usable == 4
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 0, 1])
+def test_a_pool_needs_a_block_beside_the_null_block(num_blocks: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"num_blocks = {num_blocks} is less than 2"):
+        make_pool(num_blocks)
+
+
+def test_take_is_all_or_nothing() -> None:
+    pool, _, _ = make_pool(5)
+    pool.take(2)
+    with pytest.raises(OutOfBlocks, match="count = 3 blocks asked of 2 free"):
+        pool.take(3)
+    assert free_ids(pool) == [3, 4]
+    assert pool.take(0) == []
+
+
+def test_unpublished_blocks_return_to_the_front_so_that_the_head_is_taken_first_again() -> None:
+    pool, _, _ = make_pool(7)
+    taken = pool.take(3)
+    assert free_ids(pool) == [4, 5, 6]
+    pool.release(taken)
+    assert free_ids(pool) == [1, 2, 3, 4, 5, 6]  # released 3, 2, 1, each to the front
+
+
+def test_published_blocks_go_to_the_back_tail_first() -> None:
+    pool, tree, _ = make_pool(9)
+    taken = pool.take(4)
+    publish_chain(pool, tree, taken[:3])  # 4 is a private tail
+    pool.release(taken)
+    assert free_ids(pool) == [4, 5, 6, 7, 8, 3, 2, 1]  # worthless first, then untouched, then leaves before trunks
+
+
+def test_shared_blocks_stay_until_the_last_holder_lets_go() -> None:
+    pool, tree, _ = make_pool(6)
+    first = pool.take(3)
+    publish_chain(pool, tree, first)
+    pool.share(first[:2])
+    assert [block.ref_count for block in first] == [2, 2, 1]
+    assert pool.stats().num_shared == 2
+    pool.release(first)
+    assert [block.ref_count for block in first] == [1, 1, 0]
+    assert free_ids(pool) == [4, 5, 3]
+    pool.release(first[:2])
+    assert free_ids(pool) == [4, 5, 3, 2, 1]
+
+
+def test_a_hit_takes_cached_blocks_out_of_the_middle() -> None:
+    pool, tree, _ = make_pool(6)
+    taken = pool.take(5)
+    publish_chain(pool, tree, taken)
+    pool.release(taken)
+    assert free_ids(pool) == [5, 4, 3, 2, 1]
+    pool.share([pool.blocks[1], pool.blocks[2], pool.blocks[3]])
+    assert free_ids(pool) == [5, 4]
+    assert pool.stats() == PoolStats(5, num_free=2, num_cached=2, num_in_use=3, num_shared=0, num_evictions=0)
+    pool.release([pool.blocks[1], pool.blocks[2], pool.blocks[3]])
+    assert free_ids(pool) == [5, 4, 3, 2, 1]
+
+
+def test_eviction_is_lazy_and_least_recently_used_first() -> None:
+    pool, tree, events = make_pool(6)
+    old, new = pool.take(2), pool.take(2)
+    publish_chain(pool, tree, old, first_token=0)
+    publish_chain(pool, tree, new, first_token=100)
+    pool.release(old)
+    pool.release(new)
+    assert free_ids(pool) == [5, 2, 1, 4, 3]
+    assert len(tree) == 4
+    assert events == []  # everything released is still findable
+    assert ids(pool.take(3)) == [5, 2, 1]
+    assert events == [Evicted(2, num_tokens=2, num_descendants=0), Evicted(1, num_tokens=2, num_descendants=0)]
+    assert len(tree) == 2
+    assert pool.stats().num_evictions == 2
+
+
+def test_a_used_again_head_outlives_its_tail_and_younger_heads() -> None:
+    pool, tree, _ = make_pool(5)
+    a, b = pool.take(2), pool.take(2)
+    publish_chain(pool, tree, a, first_token=0)
+    publish_chain(pool, tree, b, first_token=100)
+    pool.release(a)
+    pool.release(b)
+    assert free_ids(pool) == [2, 1, 4, 3]
+    pool.share(a[:1])
+    pool.release(a[:1])
+    assert free_ids(pool) == [2, 4, 3, 1]  # one touch, and 1 is the youngest of all
+
+
+def test_a_dying_position_takes_its_descendants_along_to_the_front() -> None:
+    pool, tree, events = make_pool(6)
+    taken = pool.take(4)
+    publish_chain(pool, tree, taken)
+    pool.release(taken)
+    assert free_ids(pool) == [5, 4, 3, 2, 1]
+    pool.share(pool.blocks[3:5])
+    pool.release(pool.blocks[3:5])  # a holder without the ancestors, as a copy in flight is
+    assert free_ids(pool) == [5, 2, 1, 4, 3]
+    assert ids(pool.take(2)) == [5, 2]
+    assert events[-1] == Evicted(2, num_tokens=2, num_descendants=2)
+    assert free_ids(pool) == [4, 3, 1]  # 3 and 4 hung on 2: worthless now, so first to go
+    assert pool.stats().num_cached == 1
+
+
+def test_fork_holds_its_source_until_told() -> None:
+    pool, tree, _ = make_pool(6)
+    taken = pool.take(1)
+    publish_chain(pool, tree, taken)
+    pool.release(taken)
+    assert free_ids(pool) == [2, 3, 4, 5, 1]
+    copy = pool.fork(pool.blocks[1])
+    assert copy.block_id == 2
+    assert [pool.blocks[1].ref_count, copy.ref_count] == [1, 1]
+    assert free_ids(pool) == [3, 4, 5]
+    pool.release([pool.blocks[1]])
+    assert free_ids(pool) == [3, 4, 5, 1]
+
+
+def test_fork_never_takes_its_own_source() -> None:
+    pool, tree, _ = make_pool(3)
+    taken = pool.take(2)
+    publish_chain(pool, tree, taken)
+    pool.release(taken)
+    assert free_ids(pool) == [2, 1]
+    assert pool.fork(pool.blocks[2]).block_id == 1
+
+
+def test_evict_unused_forgets_what_nobody_holds() -> None:
+    pool, tree, _ = make_pool(7)
+    taken = pool.take(4)
+    publish_chain(pool, tree, taken)
+    pool.release(taken)
+    pool.share(taken[:2])
+    assert pool.evict_unused() == 2
+    assert len(tree) == 2
+    assert pool.stats().num_cached == 0
+    assert sorted(free_ids(pool)) == [3, 4, 5, 6]
+    assert pool.evict_unused() == 0
+
+
+def test_clear_forgets_all_content_and_takes_no_block_from_anyone() -> None:
+    pool, tree, _ = make_pool(6)
+    taken = pool.take(4)
+    publish_chain(pool, tree, taken)
+    pool.release(taken[2:])
+    pool.clear()
+    assert len(tree) == 0
+    assert [block.ref_count for block in taken] == [1, 1, 0, 0]
+    assert not any(block.is_published for block in pool.blocks)
+    pool.release(taken[:2])
+    assert len(pool.free) == 5
+
+
+def test_releasing_what_one_does_not_hold_is_a_bug() -> None:
+    pool, _, _ = make_pool(3)
+    with pytest.raises(AssertionError, match="does not hold it"):
+        pool.release([pool.blocks[1]])

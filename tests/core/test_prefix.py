@@ -1,0 +1,294 @@
+"""The tree by itself: keys, matches, twins, tails and explanations. Blocks are made by hand; no pool, no counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from quire.core.block import KVCacheBlock
+from quire.core.prefix import (
+    KEY_BYTES,
+    PrefixTree,
+    StopReason,
+    common_run,
+    hash_block_tokens,
+    pack_tokens,
+    root_key,
+)
+
+
+class Forest:
+    """A tree with blocks of 4 tokens, and blocks numbered as they are made."""
+
+    def __init__(self, **options: int) -> None:
+        self.tree = PrefixTree(4, **options)  # type: ignore[arg-type]
+        self.blocks: list[KVCacheBlock] = []
+
+    def put(self, tokens: Sequence[int], salt: str = "", *, held: bool = False) -> list[KVCacheBlock]:
+        """Publish a whole context as one request would: full blocks, then the tail."""
+        chain = self.tree.chain(list(tokens), salt)
+        made = []
+        for index in range(-(-len(tokens) // 4)):
+            block = KVCacheBlock(len(self.blocks) + 1)
+            block.ref_count = int(held)
+            self.blocks.append(block)
+            made.append(block)
+            is_full = (index + 1) * 4 <= len(tokens)
+            run = chain.run(index * 4, min(len(tokens), index * 4 + 4))
+            self.tree.insert(block, chain.parent_key(index), chain.key(index) if is_full else None, run)
+        return made
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], int | None, int, bool]:
+        """(full blocks, tail block, tokens, adoptable)"""
+        hit = self.tree.match(self.tree.chain(list(tokens), salt), len(tokens))
+        tail = None if hit.tail is None else hit.tail.block_id
+        return [block.block_id for block in hit.blocks], tail, hit.num_tokens, hit.is_adoptable
+
+    def explain(self, tokens: Sequence[int], salt: str = "", pending: Sequence[bytes] = ()) -> tuple[int, StopReason]:
+        story = self.tree.explain(self.tree.chain(list(tokens), salt), len(tokens) - 1, pending.__contains__)
+        assert story.stopped_at == story.num_tokens
+        return story.num_tokens, story.reason
+
+
+# Keys
+
+
+def test_keys_are_chained() -> None:
+    tokens = pack_tokens([1, 2, 3])
+    after_a = hash_block_tokens(root_key(b"", "a"), tokens)
+    after_b = hash_block_tokens(root_key(b"", "b"), tokens)
+    assert after_a != after_b
+    assert len(after_a) == KEY_BYTES == 16
+
+
+def test_keys_depend_on_secret_and_salt() -> None:
+    keys = {root_key(secret, salt) for secret in (b"", b"x", b"y") for salt in ("", "x", "y")}
+    assert len(keys) == 9
+
+
+def test_a_chain_extends_as_tokens_become_known() -> None:
+    tree = PrefixTree(4)
+    tokens = list(range(6))
+    chain = tree.chain(tokens, "")
+    first = chain.key(0)
+    tokens += [6, 7, 8]
+    assert chain.key(1) == hash_block_tokens(first, pack_tokens([4, 5, 6, 7]))
+    assert chain.run(5, 9) == pack_tokens([5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "run"),
+    [
+        ([], [1], 0),
+        ([1, 2], [1, 2], 2),
+        ([1, 2, 3], [1, 2, 4], 2),
+        ([1, 2], [1, 2, 4], 2),
+        ([256], [512], 0),
+        ([1], [257], 0),
+        ([2**32 - 1, 5], [2**32 - 1, 5, 6], 2),
+    ],
+)
+def test_common_run_counts_tokens_not_bytes(a: list[int], b: list[int], run: int) -> None:
+    assert common_run(pack_tokens(a), pack_tokens(b)) == run
+
+
+# Matching
+
+
+def test_match_walks_from_the_front_and_stops_at_the_first_miss() -> None:
+    forest = Forest()
+    forest.put(range(12))
+    assert forest.match(range(12)) == ([1, 2, 3], None, 12, False)
+    assert forest.match(range(4, 12)) == ([], None, 0, False)  # the same tokens elsewhere are not the same KV
+
+
+def test_the_same_middle_after_another_head_is_not_a_hit() -> None:
+    forest = Forest()
+    forest.put([0, 0, 0, 0, 5, 6, 7, 8])
+    assert forest.match([1, 1, 1, 1, 5, 6, 7, 8]) == ([], None, 0, False)
+
+
+def test_part_of_a_full_block_is_a_hit_to_copy() -> None:
+    forest = Forest()
+    forest.put(range(8))
+    assert forest.match([0, 1, 2, 3, 4, 5, 99, 98]) == ([1], 2, 6, False)
+
+
+def test_the_best_child_is_found_among_many() -> None:
+    forest = Forest()
+    for i in range(40):
+        forest.put([7, i, i, i])
+    for i in range(40):
+        assert forest.match([7, i, i, 99]) == ([], i + 1, 3, False)
+    assert forest.match([7, 100]) == ([], 40, 1, False)
+
+
+def test_an_unheld_tail_that_matches_wholly_can_be_adopted() -> None:
+    forest = Forest()
+    forest.put(range(6))
+    assert forest.match(range(8)) == ([1], 2, 6, True)
+
+
+def test_a_tail_in_use_or_longer_than_the_match_cannot_be_adopted() -> None:
+    forest = Forest()
+    forest.put(range(6), held=True)
+    assert forest.match(range(8)) == ([1], 2, 6, False)
+    forest.put([50, 51, 52])
+    assert forest.match([50, 51, 60, 61]) == ([], 3, 2, False)
+
+
+def test_of_equal_runs_the_tail_that_ends_there_is_preferred() -> None:
+    forest = Forest()
+    short = forest.put([1, 2], held=True)[0]  # held, so the longer one does not supersede it
+    forest.put([1, 2, 3])
+    short.ref_count = 0
+    assert forest.match([1, 2, 9, 9]) == ([], 1, 2, True)
+
+
+def test_a_tail_the_tree_has_already_is_not_kept_twice() -> None:
+    forest = Forest()
+    forest.put([1, 2, 3])
+    again = forest.put([1, 2, 3])[0]
+    part = forest.put([1, 2])[0]
+    assert not again.is_published
+    assert not part.is_published
+
+
+def test_a_longer_tail_supersedes_the_one_it_contains() -> None:
+    forest = Forest()
+    short = forest.put([1, 2])[0]
+    forest.put([1, 2, 3])
+    assert not short.is_published
+    assert forest.match([1, 2, 3, 4]) == ([], 2, 3, True)
+
+
+def test_salts_do_not_see_each_other() -> None:
+    forest = Forest()
+    forest.put(range(8), salt="a")
+    assert forest.match(range(8), salt="b") == ([], None, 0, False)
+    assert forest.match(range(8), salt="a") == ([1, 2], None, 8, False)
+
+
+def test_a_collision_is_a_miss_and_is_not_published() -> None:
+    """With a digest that maps everything to one key, the token compare is all that stands."""
+    tree = PrefixTree(2, digest=lambda _parent, _tokens: b"same")
+    mine, other = KVCacheBlock(1), KVCacheBlock(2)
+    root = tree.root("")
+    assert tree.insert(mine, root, b"same", pack_tokens([1, 2])).is_published
+    assert not tree.insert(other, root, b"same", pack_tokens([3, 4])).is_published
+    assert tree.num_collisions == 1
+    assert not other.is_published
+    assert tree.match(tree.chain([3, 4], ""), 2).num_tokens == 0
+    assert tree.match(tree.chain([1, 2], ""), 2).blocks == (mine,)
+
+
+# Twins and removal
+
+
+def test_a_twin_stands_in_and_what_follows_stays() -> None:
+    forest = Forest()
+    forest.put(range(8))
+    twins = forest.put(range(4))
+    assert forest.match(range(8))[0] == [1, 2]
+    assert forest.tree.remove(forest.blocks[0]) == []
+    assert forest.match(range(8)) == ([twins[0].block_id, 2], None, 8, False)
+
+
+def test_a_position_dies_with_its_last_twin_and_takes_its_descendants_along() -> None:
+    forest = Forest()
+    first = forest.put(range(14))
+    twin = forest.put(range(4))[0]
+    forest.tree.remove(first[0])
+    dropped = forest.tree.remove(twin)
+    assert [block.block_id for block in dropped] == [2, 3, 4]  # the partial tail too
+    assert not any(block.is_published for block in forest.blocks)
+    assert len(forest.tree) == 0
+    assert list(forest.tree.positions()) == []
+
+
+def test_removing_a_twin_leaves_the_standing_block() -> None:
+    forest = Forest()
+    forest.put(range(4))
+    twin = forest.put(range(4))[0]
+    forest.tree.remove(twin)
+    assert forest.match(range(4)) == ([1], None, 4, False)
+    assert not twin.is_published
+
+
+def test_a_twin_in_use_is_preferred_because_it_costs_nothing() -> None:
+    forest = Forest()
+    forest.put(range(4))
+    twin = forest.put(range(4), held=True)[0]
+    assert forest.match(range(4))[0] == [twin.block_id]
+
+
+def test_clear_forgets_everything() -> None:
+    forest = Forest()
+    forest.put(range(10))
+    forest.put(range(10))
+    forest.tree.remember(b"ghost")
+    forest.tree.clear()
+    assert not any(block.is_published for block in forest.blocks)
+    assert forest.match(range(10)) == ([], None, 0, False)
+    assert len(forest.tree) == 0
+
+
+# Explanations
+
+
+def test_explain_complete() -> None:
+    forest = Forest()
+    forest.put(range(9))
+    assert forest.explain(range(9)) == (8, StopReason.COMPLETE)
+
+
+def test_explain_diverged_inside_and_at_the_edge_of_a_block() -> None:
+    forest = Forest()
+    forest.put(range(8))
+    assert forest.explain([0, 1, 2, 3, 4, 5, 77, 78, 79]) == (6, StopReason.DIVERGED)
+    assert forest.explain([0, 1, 2, 3, 77, 78, 79, 80, 81]) == (4, StopReason.DIVERGED)
+    assert forest.explain([0, 1, 77, 78, 79]) == (2, StopReason.DIVERGED)
+
+
+def test_explain_evicted_while_the_ghost_is_remembered() -> None:
+    forest = Forest(max_ghosts=2)
+    blocks = forest.put(range(8))
+    key = blocks[1].key
+    assert key is not None
+    forest.tree.remove(blocks[1])
+    forest.tree.remember(key)
+    assert forest.explain(range(9)) == (4, StopReason.EVICTED)
+    forest.tree.remember(b"1")
+    forest.tree.remember(b"2")  # two younger ghosts, and the list is full
+    assert forest.explain(range(9)) == (4, StopReason.NOT_FOUND)
+
+
+def test_explain_too_short() -> None:
+    forest = Forest()
+    assert forest.explain([1]) == (0, StopReason.TOO_SHORT)  # the only token must be computed
+    assert forest.explain([1, 2, 3]) == (0, StopReason.TOO_SHORT)
+    forest.put(range(4))
+    assert forest.explain(range(6)) == (4, StopReason.TOO_SHORT)
+
+
+def test_explain_in_flight() -> None:
+    forest = Forest()
+    forest.put(range(4))
+    key = forest.tree.chain(list(range(9)), "").key(1)
+    assert forest.explain(range(9), pending=[key]) == (4, StopReason.IN_FLIGHT)
+
+
+def test_explain_not_found() -> None:
+    forest = Forest()
+    forest.put(range(8))
+    assert forest.explain(range(50, 60)) == (0, StopReason.NOT_FOUND)
+    assert forest.explain(range(20)) == (8, StopReason.NOT_FOUND)  # cached that far, and nothing goes on
+
+
+def test_explain_never_tells_of_another_salt() -> None:
+    forest = Forest()
+    blocks = forest.put(range(8), salt="a")
+    assert blocks[1].key is not None
+    forest.tree.remember(blocks[1].key)
+    assert forest.explain(range(9), salt="b") == (0, StopReason.NOT_FOUND)

@@ -1,0 +1,81 @@
+from typing import Any
+
+import pytest
+
+from quire.core.request import Priority, Request, SamplingParams
+from quire.errors import InvalidRequest
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", 2**64),
+        ("sample_index", -1),
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("logit_bias", {5: 101.0}),
+        ("logit_bias", {5: NAN}),
+        ("stop_token_ids", (1, -1)),
+        ("stop_token_ids", ("x",)),
+    ],
+)
+def test_bad_sampling_values_are_refused_by_field_and_value(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{field}.* = "):
+        SamplingParams(**{field: value})
+
+
+def test_min_tokens_cannot_exceed_max_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens = 3 is more than max_tokens = 2"):
+        SamplingParams(min_tokens=3, max_tokens=2)
+
+
+def test_defaults_are_plain_sampling() -> None:
+    assert SamplingParams() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_tokens=None)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 1.5, "7", None])
+def test_bad_tokens_are_refused_by_position_and_value(token: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt\[2\] = .* is not a token id"):
+        Request(1, [1, 2, token, 4])
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="prompt has no tokens"):
+        Request(1, [])
+
+
+def test_siblings_draw_their_own_numbers_for_the_same_prompt() -> None:
+    first = Request(1, [1, 2, 3], SamplingParams(seed=7), priority=Priority.LOW, salt="s")
+    first.tokens.append(9)
+    second = first.sibling(2, 1)
+    assert (second.tokens, second.priority, second.salt) == ([1, 2, 3], Priority.LOW, "s")
+    assert (first.sampling.sample_index, second.sampling.sample_index, second.sampling.seed) == (0, 1, 7)
+    assert second.parent is first
+
+
+def test_a_branch_goes_on_from_the_answer() -> None:
+    first = Request(1, [1, 2, 3])
+    first.tokens.append(9)
+    branch = first.branch(2, SamplingParams(seed=1))
+    assert (branch.tokens, branch.num_prompt_tokens, branch.output) == ([1, 2, 3, 9], 4, [])
+    assert first.output == [9]
+    branch.tokens.append(5)
+    assert first.tokens == [1, 2, 3, 9]
+    assert "waiting" not in repr(branch)

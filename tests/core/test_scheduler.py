@@ -1,0 +1,481 @@
+"""Plans, exactly: who is in each step, with how much, and who had to stand back. Blocks have 4 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.backends.fake import run_alone
+from quire.core.check import check_scheduler
+from quire.core.events import (
+    Admitted,
+    Finished,
+    PinYielded,
+    Preempted,
+    PrefixHitFound,
+    PrefixWaited,
+    StaleResultDropped,
+)
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Aging
+from quire.core.prefix import StopReason
+from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepResult
+from quire.errors import ContextTooLong, Draining, InvalidRequest, InvariantViolation, QueueFull
+from tests.core.helpers import NS, Rig, answer, shape
+
+# Batching
+
+
+def test_requests_join_and_leave_between_any_two_tokens() -> None:
+    rig = Rig()
+    rig.add(1, range(3), max_tokens=3)
+    assert shape(rig.step()) == [(1, 0, 3)]
+    rig.add(2, range(10, 15), max_tokens=1)
+    assert shape(rig.step()) == [(1, 3, 1), (2, 0, 5)]
+    assert shape(rig.step()) == [(1, 4, 1)]
+    assert rig.step().is_empty
+    assert [event.reason for event in rig.happened(Finished)] == [FinishReason.LENGTH] * 2
+
+
+def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
+    rig = Rig(max_step_tokens=16, max_chunk_tokens=10, max_seqs=4)
+    rig.add(1, range(4), max_tokens=20)
+    rig.step()
+    rig.add(2, range(100, 130))
+    assert shape(rig.step()) == [(1, 4, 1), (2, 0, 10)]  # the chunk cap
+    rig.add(3, range(200, 230))
+    assert shape(rig.step()) == [(1, 5, 1), (2, 10, 10), (3, 0, 5)]  # 16 tokens in all
+    plan = rig.step()
+    assert shape(plan) == [(1, 6, 1), (2, 20, 10), (3, 5, 5)]
+    assert [piece.wants_token for piece in plan.slices] == [True, True, False]
+    assert plan.num_tokens == 16
+
+
+def test_every_decode_has_its_token_however_small_the_budget() -> None:
+    rig = Rig(max_step_tokens=4, max_seqs=4)
+    for request_id in range(3):
+        rig.add(request_id, [request_id], max_tokens=50)
+    rig.step()
+    rig.add(9, range(100, 150), priority=Priority.HIGH)
+    for _ in range(20):
+        plan = rig.step()
+        assert {0, 1, 2} <= {piece.request_id for piece in plan.slices}
+        assert plan.num_tokens == 4
+
+
+def test_slots_are_rows_held_from_admission_to_release() -> None:
+    rig = Rig(max_seqs=2)
+    rig.add(1, [1], max_tokens=1)
+    rig.add(2, [2], max_tokens=3)
+    rig.add(3, [3], max_tokens=3)
+    first = rig.step()
+    assert [(piece.request_id, piece.slot) for piece in first.slices] == [(1, 0), (2, 1)]
+    second = rig.step()
+    assert [(piece.request_id, piece.slot) for piece in second.slices] == [(2, 1), (3, 0)]
+    assert second.released == (0,)
+
+
+def test_one_pass_merges_waiting_and_running_by_key() -> None:
+    rig = Rig(max_step_tokens=9, max_chunk_tokens=9, max_seqs=4, policy=Aging(patience_s=10))
+    rig.add(1, range(100, 130), priority=Priority.LOW)
+    rig.step()
+    rig.add(2, range(200, 220), priority=Priority.HIGH)
+    assert shape(rig.step()) == [(2, 0, 8), (1, 9, 1)]  # HIGH's prompt first; LOW keeps its reserved token
+
+
+# One step in flight
+
+
+def test_the_next_step_is_planned_before_the_last_token_is_known() -> None:
+    rig = Rig()
+    request = rig.add(1, range(5), max_tokens=4)
+    first = rig.launch()
+    second = rig.launch()
+    assert second.slices[0].tokens == ()  # "your own last sample"
+    assert shape(second) == [(1, 5, 1)]
+    rig.land(first)
+    third = rig.launch()
+    rig.land(second)
+    fourth = rig.launch()
+    rig.land(third)
+    assert rig.launch().is_empty  # four samples are on their way: counted, not waited for
+    rig.land(fourth)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert rig.happened(StaleResultDropped) == []
+    assert request.output == run_alone(range(5), request.sampling, 4, block_size=4, vocab_size=1000)
+
+
+def test_at_most_two_plans_are_in_flight_and_they_are_committed_in_order() -> None:
+    rig = Rig()
+    rig.add(1, range(5))
+    first, second = rig.launch(), rig.launch()
+    with pytest.raises(InvariantViolation, match="2 plans are in flight"):
+        rig.scheduler.schedule(0)
+    with pytest.raises(InvariantViolation, match="not the oldest"):
+        rig.scheduler.commit(second, answer(second))
+    with pytest.raises(InvariantViolation, match="0 results for 1 slices"):
+        rig.scheduler.commit(first, StepResult(()))
+
+
+def test_a_stop_token_makes_the_step_behind_it_stale() -> None:
+    rig = Rig()
+    request = Request(1, range(5), SamplingParams(stop_token_ids=(7,)))
+    rig.scheduler.add(request, 0)
+    first = rig.scheduler.schedule(0)
+    second = rig.scheduler.schedule(0)
+    (update,) = rig.scheduler.commit(first, answer(first, token=7))
+    assert update.finish_reason is FinishReason.STOP
+    assert rig.scheduler.commit(second, answer(second)) == []
+    assert request.output == [7]
+    assert rig.happened(StaleResultDropped) == [StaleResultDropped(1, 0)]
+    check_scheduler(rig.scheduler)
+
+
+def test_a_late_result_is_not_given_to_the_slots_new_owner() -> None:
+    rig = Rig(max_seqs=1)
+    rig.add(1, range(5))
+    first = rig.launch()
+    rig.scheduler.cancel(1)
+    second = rig.add(2, range(50, 55), max_tokens=3)
+    plan = rig.launch()
+    assert plan.slices[0].slot == first.slices[0].slot
+    assert rig.land(first) == []
+    assert [update.request_id for update in rig.land(plan)] == [2]
+    rig.run()
+    assert second.output == run_alone(range(50, 55), second.sampling, 3, block_size=4, vocab_size=1000)
+
+
+def test_min_tokens_hold_back_a_stop() -> None:
+    rig = Rig()
+    request = Request(1, range(5), SamplingParams(stop_token_ids=(7,), min_tokens=2))
+    rig.scheduler.add(request, 0)
+    for _ in range(3):
+        plan = rig.scheduler.schedule(0)
+        rig.scheduler.commit(plan, answer(plan, token=7))
+    assert request.output == [7, 7, 7]
+    assert request.finish_reason is FinishReason.STOP
+
+
+# The prefix cache
+
+
+def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
+    rig = Rig(block_size=32, num_blocks=400, max_step_tokens=4096, max_chunk_tokens=512, max_seqs=8)
+    prompt = range(1000)
+    siblings = [rig.add(request_id, prompt, max_tokens=4) for request_id in range(8)]
+    computed = 0
+    while rig.scheduler.has_work:
+        computed += rig.step().num_tokens
+    assert computed == 1000 + 7 * 1 + 8 * 3  # one prefill, one token for each sibling, and the decodes
+    assert len(rig.happened(PrefixWaited)) == 7
+    assert [event.num_tokens for event in rig.happened(PrefixHitFound)] == [999] * 7
+    assert len({tuple(sibling.output) for sibling in siblings}) == 1  # and hit or miss, the answer is the same
+
+
+def test_siblings_share_blocks_while_they_run() -> None:
+    rig = Rig()
+    requests = [rig.add(request_id, range(10)) for request_id in range(3)]
+    rig.step()
+    rig.step()
+    assert [request.block_table[:2] for request in requests] == [[1, 2]] * 3
+    assert rig.cache.pool.blocks[1].ref_count == 3
+    assert len({request.block_table[2] for request in requests}) == 3
+
+
+def test_a_waiter_does_not_hold_up_those_behind_it() -> None:
+    rig = Rig(max_chunk_tokens=8)
+    rig.add(1, range(30))
+    rig.add(2, range(30))
+    rig.add(3, range(500, 504))
+    assert shape(rig.step()) == [(1, 0, 8), (3, 0, 4)]
+
+
+def test_a_waiter_goes_on_alone_when_the_owner_is_cancelled() -> None:
+    rig = Rig(max_chunk_tokens=8)
+    rig.add(1, range(30))
+    rig.add(2, range(30))
+    rig.step()
+    rig.scheduler.cancel(1)
+    assert shape(rig.step()) == [(2, 8, 8)]  # it even keeps what the owner had computed
+
+
+def test_high_does_not_wait_for_the_prefix_of_low() -> None:
+    rig = Rig(max_chunk_tokens=8)
+    rig.add(1, range(30), priority=Priority.LOW)
+    rig.step()
+    rig.add(2, range(30), priority=Priority.HIGH)
+    assert shape(rig.step()) == [(2, 8, 8), (1, 8, 8)]  # both compute the same blocks: twins
+    rig.run()
+    assert rig.cache.stats().num_twins > 0
+
+
+def test_n_samples_share_the_prompt_and_draw_their_own_tokens() -> None:
+    rig = Rig()
+    first = rig.add(1, range(10), max_tokens=6)
+    samples = [first, first.sibling(2, 1), first.sibling(3, 2)]
+    for sibling in samples[1:]:
+        rig.scheduler.add(sibling, 0)
+    computed = rig.step().num_tokens + rig.step().num_tokens
+    assert computed == 10 + 1 + 2 * 1  # the prompt once; then a decode, and one token for each sibling
+    rig.run()
+    assert len({tuple(sample.output) for sample in samples}) == 3
+    for sample in samples:
+        assert sample.output == run_alone(range(10), sample.sampling, 6, block_size=4, vocab_size=1000)
+
+
+def test_a_branch_goes_on_from_a_running_answer_with_one_copy() -> None:
+    rig = Rig()
+    parent = rig.add(1, range(6), max_tokens=20)
+    for _ in range(4):
+        rig.step()
+    branch = parent.branch(2, SamplingParams(seed=5, max_tokens=4))
+    known = [*branch.tokens]
+    rig.scheduler.add(branch, 0)
+    plan = rig.step()
+    (piece,) = [piece for piece in plan.slices if piece.request_id == 2]
+    assert (piece.start, piece.length) == (9, 1)
+    assert len(plan.copies) == 1
+    rig.run()
+    assert branch.output == run_alone(known, branch.sampling, 4, block_size=4, vocab_size=1000)
+
+
+def test_usage_counts_the_first_admissions_hit_exactly() -> None:
+    rig = Rig()
+    rig.add(1, range(10), max_tokens=1)
+    rig.run()
+    again = rig.add(2, range(14), max_tokens=1)
+    rig.run()
+    assert again.num_cached_tokens == 10
+    assert rig.happened(Finished)[-1].num_cached_tokens == 10
+
+
+def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
+    rig = Rig(max_chunk_tokens=8)
+    rig.add(1, range(30))
+    rig.step()
+    probe = Request(99, range(30))
+    story = rig.scheduler.explain(probe)
+    assert (story.num_tokens, story.num_blocks, story.stopped_at, story.reason) == (8, 2, 8, StopReason.IN_FLIGHT)
+    assert rig.scheduler.explain(Request(99, range(30), salt="other")).reason is StopReason.NOT_FOUND
+    assert probe.state is RequestState.NEW
+
+
+# When memory or slots run out
+
+
+def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -> None:
+    rig = Rig(num_blocks=7, max_seqs=2)  # 6 blocks
+    first = rig.add(1, range(8), max_tokens=12)
+    second = rig.add(2, range(100, 108), max_tokens=12)
+    rig.run()
+    victims = [event.request_id for event in rig.happened(Preempted)]
+    assert victims
+    assert set(victims) == {2}
+    for request, prompt in ((first, range(8)), (second, range(100, 108))):
+        assert request.output == run_alone(prompt, request.sampling, 12, block_size=4, vocab_size=1000)
+    streamed = [token for update in rig.updates if update.request_id == 2 for token in update.tokens]
+    assert streamed == second.output  # the client saw every token once
+
+
+def test_a_resumed_request_finds_its_own_blocks_again() -> None:
+    rig = Rig(num_blocks=30, max_seqs=1)
+    low = rig.add(1, range(20), priority=Priority.LOW)
+    rig.step()
+    rig.step()
+    rig.add(2, range(100, 104), priority=Priority.HIGH, max_tokens=1)
+    rig.step()
+    assert low.num_preemptions == 1
+    plan = rig.step()
+    assert shape(plan) == [(1, 21, 1)]  # 21 computed before, all still there; the last token is computed anew
+    assert rig.happened(Admitted)[-1].is_resumed
+
+
+def test_waiting_high_preempts_running_low_for_a_slot_and_for_blocks() -> None:
+    rig = Rig(num_blocks=9, max_seqs=2)  # 8 blocks
+    rig.add(1, range(16), priority=Priority.LOW, max_tokens=30)
+    rig.step()
+    rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=2)  # needs 6 of the 4 that are free
+    assert shape(rig.step()) == [(2, 0, 24)]
+    assert rig.happened(Preempted) == [Preempted(1, Priority.LOW, by_request_id=2, num_computed=16)]
+
+
+def test_equal_tiers_never_preempt_each_other_to_begin() -> None:
+    rig = Rig(num_blocks=9, max_seqs=1)
+    rig.add(1, range(16), max_tokens=4)
+    rig.step()
+    rig.add(2, range(100, 104))
+    rig.step()
+    assert rig.happened(Preempted) == []
+
+
+def test_low_is_left_alone_when_preempting_it_would_not_be_enough() -> None:
+    rig = Rig(num_blocks=9, max_seqs=3)
+    rig.add(1, range(16), priority=Priority.HIGH, max_tokens=4)
+    rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=4)
+    rig.step()
+    rig.add(3, range(200, 224), priority=Priority.HIGH)  # 6 blocks; 1 keeps 5 of 8
+    rig.step()
+    assert rig.happened(Preempted) == []
+
+
+def test_a_head_that_does_not_fit_stops_admission_behind_it() -> None:
+    rig = Rig(num_blocks=9, max_seqs=4)
+    rig.add(1, range(16), max_tokens=8)
+    rig.step()
+    rig.add(2, range(100, 124))  # does not fit beside 1
+    rig.add(3, range(200, 203))  # would
+    assert shape(rig.step()) == [(1, 16, 1)]
+
+
+def test_an_admission_leaves_a_block_for_each_running_request_behind_it() -> None:
+    rig = Rig(num_blocks=9, max_seqs=4)  # 8 blocks
+    rig.add(1, range(16), priority=Priority.NORMAL, max_tokens=8)
+    rig.step()
+    rig.add(2, range(100, 116), priority=Priority.HIGH)  # 4 blocks, and 4 are free: none would be left for 1
+    rig.step()
+    assert [request.request_id for request in rig.scheduler.running] == [2]  # so it takes the place of 1
+    assert [event.request_id for event in rig.happened(Preempted)] == [1]
+    rig = Rig(num_blocks=10, max_seqs=4)
+    rig.add(1, range(16), max_tokens=8)
+    rig.step()
+    rig.add(2, range(100, 116), priority=Priority.HIGH)
+    assert shape(rig.step()) == [(2, 0, 16), (1, 16, 1)]  # with one block more both run
+
+
+def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
+    rig = Rig(num_blocks=7, max_seqs=4)
+    rig.add(1, range(12), max_tokens=12)
+    rig.add(2, range(100, 108), max_tokens=12)
+    rig.add(3, range(200, 202), max_tokens=2)  # behind: it never fits beside them
+    plan = rig.step()
+    while not rig.happened(Preempted):
+        plan = rig.step()
+    assert [piece.request_id for piece in plan.slices] == [1]
+
+
+def test_pins_yield_before_anyone_is_preempted() -> None:
+    rig = Rig(num_blocks=9, max_seqs=2)
+    rig.add(1, range(16), max_tokens=1)
+    rig.run()
+    assert rig.cache.pin("system", list(range(16)), "", expires_ns=10**18) == 16
+    rig.add(2, range(100, 110), max_tokens=6)
+    rig.add(3, range(200, 202), max_tokens=6)
+    rig.run()
+    assert rig.happened(PinYielded) == [PinYielded("system", 4)]
+    assert rig.happened(Preempted) == []
+
+
+def test_a_pin_alone_never_keeps_a_request_out() -> None:
+    rig = Rig(num_blocks=9, max_seqs=2)
+    rig.add(1, range(16), max_tokens=1)
+    rig.run()
+    rig.cache.pin("system", list(range(16)), "", expires_ns=10**18)
+    rig.add(2, range(100, 125), max_tokens=1)
+    rig.run()
+    assert rig.happened(PinYielded) == [PinYielded("system", 4)]
+
+
+# Ends
+
+
+def test_what_can_never_fit_is_refused_at_the_door() -> None:
+    rig = Rig(num_blocks=5)
+    with pytest.raises(ContextTooLong, match="prompt of 16 tokens and one to generate exceed the context of 16 tokens"):
+        rig.add(1, range(16))
+    longest = rig.add(2, range(15), max_tokens=None)
+    rig.run()
+    assert longest.finish_reason is FinishReason.LENGTH
+    assert len(longest.tokens) == 16
+
+
+def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_context() -> None:
+    rig = Rig(num_blocks=5)
+    request = rig.add(1, range(3), max_tokens=None)
+    rig.run()
+    assert (len(request.tokens), request.finish_reason) == (16, FinishReason.LENGTH)
+
+
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    rig = Rig(max_waiting=1)
+    rig.add(1, range(3))
+    with pytest.raises(QueueFull):
+        rig.add(2, range(3))
+    rig.run()
+    assert rig.add(2, range(3)).state is RequestState.WAITING
+
+
+def test_ids_are_used_once() -> None:
+    rig = Rig()
+    request = rig.add(1, range(3))
+    with pytest.raises(InvalidRequest, match="request_id = 1 has been added before"):
+        rig.add(1, range(3))
+    rig.run()
+    with pytest.raises(InvalidRequest, match="request_id = 1 has been added before"):
+        rig.scheduler.add(request, 0)
+
+
+def test_cancel_frees_blocks_at_once_waiting_or_running() -> None:
+    rig = Rig(max_seqs=1)
+    rig.add(1, range(10))
+    rig.add(2, range(50, 60))
+    rig.launch()
+    assert rig.cache.pool.num_free < rig.cache.pool.num_usable
+    assert rig.scheduler.cancel(1)
+    assert rig.scheduler.cancel(2)
+    assert rig.cache.pool.num_free == rig.cache.pool.num_usable
+    assert not rig.scheduler.cancel(1)
+    assert [event.reason for event in rig.happened(Finished)] == [FinishReason.CANCELLED] * 2
+
+
+def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
+    rig = Rig()
+    request = rig.add(1, range(10), max_tokens=20)
+    for _ in range(6):
+        rig.step()
+    answered = request.output
+    with pytest.raises(InvalidRequest, match="num_output_tokens = 7 is more than the 6"):
+        rig.scheduler.finish(1, 7)
+    assert rig.scheduler.finish(1, 4)
+    assert request.output == answered[:4]
+    assert request.finish_reason is FinishReason.STOP
+    assert not rig.scheduler.finish(1, 4)
+
+
+def test_drain_serves_what_is_here_and_takes_nothing_new() -> None:
+    rig = Rig(max_seqs=1)
+    requests = [rig.add(1, range(3)), rig.add(2, range(3))]
+    rig.scheduler.drain()
+    with pytest.raises(Draining):
+        rig.add(3, range(3))
+    rig.run()
+    assert [request.finish_reason for request in requests] == [FinishReason.LENGTH] * 2
+    assert not rig.scheduler.has_work
+
+
+def test_time_never_runs_backwards_inside() -> None:
+    rig = Rig(max_seqs=1)
+    rig.now_ns = 5 * NS
+    rig.add(1, range(3))
+    rig.now_ns = 2 * NS
+    rig.step()
+    assert rig.happened(Admitted)[0].waited_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seqs": 0}, "max_seqs = 0"),
+        ({"max_seqs": 8, "max_step_tokens": 7}, "max_step_tokens = 7 is less than max_seqs = 8"),
+        ({"max_chunk_tokens": 0}, "max_chunk_tokens = 0"),
+        ({"max_waiting": 0}, "max_requests = 0"),
+    ],
+)
+def test_impossible_limits_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Scheduler(KVCacheManager(9, 4), Aging(), **options)  # type: ignore[arg-type]
+
+
+def test_the_context_is_clamped_to_the_pool() -> None:
+    assert Scheduler(KVCacheManager(9, 4), Aging(), max_context=10_000).max_context == 32
+    assert Scheduler(KVCacheManager(9, 4), Aging(), max_context=20).max_context == 20

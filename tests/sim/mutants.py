@@ -1,0 +1,223 @@
+"""Bugs put in on purpose. Each is an edit of the core's source, and some test must notice it: they test the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WORLDS = "worlds"  # found by the simulator; otherwise the name of a test file
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: str  # under quire/
+    old: str  # must occur exactly once, so a mutant cannot go stale unnoticed
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    edits: tuple[Edit, ...]
+    found_by: str = WORLDS
+
+
+def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS) -> Mutant:
+    return Mutant(name, (Edit(file, old, new),), found_by)
+
+
+MUTANTS = (
+    _mutant("unchained keys", "core/prefix.py", "blake2b(parent_key + tokens,", "blake2b(tokens,"),
+    _mutant(
+        "one salt matches another",
+        "core/prefix.py",
+        "return root_key(self._secret, salt)",
+        'return root_key(self._secret, "")',
+    ),
+    _mutant(
+        "full hit allowed",
+        "core/kv_cache.py",
+        "self.chain(request), len(request.tokens) - 1)\n\n    def fork",
+        "self.chain(request), len(request.tokens))\n\n    def fork",
+    ),
+    _mutant(
+        "evicted block left in the index",
+        "core/pool.py",
+        "descendants = self._tree.remove(block)",
+        "descendants: list[KVCacheBlock] = []",
+    ),
+    _mutant(
+        "publish before the KV exists",
+        "core/planner.py",
+        "        request.num_planned = end\n",
+        "        request.num_planned = end\n        request.num_computed = min(end, num_known)\n        self._cache.publish(request)\n",
+    ),
+    _mutant(
+        "hit not shared before take",
+        "core/kv_cache.py",
+        "        copies = self._start(request, hit) if not request.block_table else []\n",
+        "        early = self.pool.take(max(0, -(-upto // self.block_size) - len(request.block_table) - len(hit.blocks) - (hit.tail is not None)))\n        copies = self._start(request, hit) if not request.block_table else []\n        request.block_table.extend(block.block_id for block in early)\n",
+    ),
+    _mutant(
+        "leak on cancel",
+        "core/scheduler.py",
+        "        if request.state is RequestState.RUNNING:\n",
+        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self._running.requests.remove(request)\n            self._running._free_slots.append(request.slot)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
+    ),
+    _mutant(
+        "age lost on re-queue",
+        "core/planner.py",
+        "        victim.enqueued_ns = step.now_ns\n",
+        "        victim.enqueued_ns = step.now_ns\n        victim.waited_ns = 0\n",
+    ),
+    _mutant("age earned while running", "core/planner.py", "        victim.enqueued_ns = step.now_ns\n", ""),
+    _mutant(
+        "running work ages too",
+        "core/policy.py",
+        "    def drift_ns(self, now_ns: int) -> int:\n        return now_ns",
+        "    def drift_ns(self, now_ns: int) -> int:\n        return 0",
+    ),
+    _mutant(
+        "fork forgets its copy",
+        "core/kv_cache.py",
+        "            copies.append(BlockCopy(hit.tail.block_id, block.block_id))\n",
+        "            pool.release((hit.tail,))\n",
+    ),
+    Mutant(
+        "copy source reused",
+        (
+            Edit(
+                "core/pool.py",
+                "        self.share((source,))\n        return self.take(1)[0]",
+                "        return self.take(1)[0]",
+            ),
+            Edit(
+                "core/kv_cache.py",
+                "        self.pool.release([self.pool.blocks[copy.source] for copy in copies])",
+                "        return",
+            ),
+            Edit("core/check.py", "        holders.update(copy.source for copy in plan.copies)\n", "        pass\n"),
+        ),
+    ),
+    Mutant(
+        "old result goes to the slot's new owner",
+        (
+            Edit(
+                "core/scheduler.py",
+                "            request = requests.get(piece.request_id)\n",
+                "            request = next((r for r in self._running if r.slot == piece.slot), None)\n",
+            ),
+            Edit("core/scheduler.py", "request is None or request.epoch != piece.epoch:", "request is None:"),
+        ),
+    ),
+    _mutant(
+        "publish after preemption",
+        "core/scheduler.py",
+        "request is None or request.epoch != piece.epoch:",
+        "request is None:",
+    ),
+    _mutant("preemption keeps the epoch", "core/running.py", "        request.epoch += 1\n", ""),
+    _mutant(
+        "position dropped while a twin is held",
+        "core/prefix.py",
+        "        if block.twins:\n            self._stand_in(block, key)\n            return []\n",
+        "",
+    ),
+    _mutant(
+        "table cleared in place",
+        "core/kv_cache.py",
+        "        table = request.block_table\n        request.block_table = []",
+        "        table = [*request.block_table]\n        request.block_table.clear()",
+    ),
+    _mutant("adoption of a longer tail", "core/prefix.py", " and run * _TOKEN_BYTES == len(tail.tokens)", ""),
+    _mutant(
+        "adoption of a tail in use",
+        "core/prefix.py",
+        "tail.key is None and tail.ref_count == 0 and run",
+        "tail.key is None and run",
+    ),
+    _mutant(
+        "waiter of a cancelled owner stuck",
+        "core/planner.py",
+        "        self._walk(step)\n",
+        '        step.pending = self.__dict__.setdefault("_pending", step.pending)\n        self._walk(step)\n',
+    ),
+    _mutant(
+        "equal draws for n > 1",
+        "core/request.py",
+        "replace(self.sampling, sample_index=sample_index)",
+        "replace(self.sampling, sample_index=self.sampling.sample_index * sample_index)",
+    ),
+    _mutant("null block handed out", "core/pool.py", "self.blocks[NULL_BLOCK_ID + 1 :]", "self.blocks[NULL_BLOCK_ID:]"),
+    _mutant("pins take the whole pool", "core/pins.py", "pool.num_usable // 2", "pool.num_usable"),
+    _mutant(
+        "revived blocks not counted", "core/kv_cache.py", "return num_new + num_revived - len", "return num_new - len"
+    ),
+    _mutant(
+        "decodes not reserved",
+        "core/planner.py",
+        "self.max_step_tokens - len(self._running), has",
+        "self.max_step_tokens, has",
+    ),
+    _mutant("preemption within a tier", "core/policy.py", "return waiting < running", "return waiting <= running"),
+    _mutant(
+        "tail claims more than it has",
+        "core/kv_cache.py",
+        "index, num_tail = divmod(request.num_computed, self.block_size)",
+        "request.num_computed = min(request.num_planned, len(request.tokens))\n        index, num_tail = divmod(request.num_computed, self.block_size)",
+    ),
+    _mutant(
+        "one token too many",
+        "core/scheduler.py",
+        "len(request.tokens) >= request.token_limit",
+        "len(request.tokens) > request.token_limit",
+    ),
+    _mutant(
+        "unknown token guessed",
+        "core/planner.py",
+        "tokens[start:end] if start < num_known else ()",
+        "tokens[start:end] or tokens[-1:]",
+    ),
+    _mutant(
+        "history without the prompt's hit",
+        "core/planner.py",
+        "                tokens,\n                wants_token",
+        "                tokens[start:],\n                wants_token",
+    ),
+    _mutant("descendants left behind", "core/prefix.py", "return self._drop_descendants(key)", "return []"),
+    _mutant(
+        "clock may run backwards",
+        "core/scheduler.py",
+        "self._now_ns = now_ns = max(self._now_ns, now_ns)",
+        "self._now_ns = now_ns",
+    ),
+    _mutant(
+        "the head is passed",
+        "core/planner.py",
+        "                step.is_admitting = False  # nobody passes a head that does not fit\n",
+        "                self._skip(step, head)\n",
+    ),
+    _mutant(
+        "head released before tail",
+        "core/pool.py",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+        "tests/core/test_pool.py",
+    ),
+    _mutant(
+        "worthless blocks kept longest",
+        "core/pool.py",
+        "self.free.prepend(block)\n                else:",
+        "self.free.append(block)\n                else:",
+        "tests/core/test_pool.py",
+    ),
+    _mutant(
+        "collision served", "core/prefix.py", " or block.tokens != chain.block(i)", "", "tests/core/test_prefix.py"
+    ),
+    _mutant(
+        "siblings do not wait",
+        "core/planner.py",
+        "return self._cache.chain(request).key(num_blocks) in step.pending",
+        "return False",
+        "tests/core/test_scheduler.py",
+    ),
+)
