@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from tests.sim.world import World
 
@@ -40,7 +41,7 @@ def run_worlds(seeds: range, jobs: int) -> Iterator[Counter[str] | Failure]:
     if jobs == 1:
         yield from map(run_world, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(run_world, seeds, chunksize=8)
 
 

@@ -1,0 +1,275 @@
+"""Runs the real scheduler against a model of time: compare policies and pool sizes before buying anything.
+
+Nothing is approximated but the device: arrivals, queue, block pool, prefix tree, preemption and the one step in flight
+are the code that serves. How long a step takes comes from `StepTime`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.core.block import BLOCK_SIZE
+from quire.core.events import Admitted, Event, Preempted, Refused
+from quire.core.kv_cache import CacheStats, KVCacheManager
+from quire.core.policy import NS_PER_S, POLICIES, Aging
+from quire.core.request import Priority, Request, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult, TokenUpdate
+from quire.engine.trace import TraceRequest
+from quire.errors import InvalidRequest, QuireError
+
+MAX_SAMPLES = 2_000  # points of a timeline, whatever the length of the run
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step takes base_ms + token_us for each token computed + context_us for each token of KV read."""
+
+    base_ms: float
+    token_us: float
+    context_us: float
+
+    def __post_init__(self) -> None:
+        for name in ("base_ms", "token_us", "context_us"):
+            value = getattr(self, name)
+            if not 0 <= value < 1e9:
+                raise InvalidRequest(f"{name} = {value!r} is not from 0 to 1e9")
+        if self.base_ms == self.token_us == 0:
+            raise InvalidRequest("base_ms and token_us are both 0: steps would take no time")
+
+    def step_ns(self, plan: StepPlan) -> int:
+        context = sum(piece.start + piece.length for piece in plan.slices)
+        return round(self.base_ms * 1e6 + self.token_us * 1e3 * plan.num_tokens + self.context_us * 1e3 * context)
+
+
+# Estimates from the figures in docs/performance.md; a user's own machine is three options away.
+MACHINES: dict[str, StepTime] = {
+    "cpu-smollm2-135m": StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0),
+    "h200-qwen3-0.6b": StepTime(base_ms=1.3, token_us=2.0, context_us=0.028),
+    "h200-llama3-8b": StepTime(base_ms=4.9, token_us=24.0, context_us=0.032),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    policy: str = "aging"
+    patience_s: float | None = None  # None: the policy's own
+    num_blocks: int = 2048
+    block_size: int = BLOCK_SIZE
+    max_seqs: int = 64
+    max_step_tokens: int = 2048
+    max_chunk_tokens: int = 512
+    max_waiting: int = 100_000
+    is_caching: bool = True
+
+    def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
+        if self.policy not in POLICIES:
+            raise InvalidRequest(f"policy = {self.policy!r} is not one of {', '.join(POLICIES)}")
+        policy = POLICIES[self.policy]()
+        if self.patience_s is not None and isinstance(policy, Aging):
+            policy = Aging(self.patience_s)
+        cache = KVCacheManager(self.num_blocks, self.block_size, is_caching=self.is_caching, observe=observe)
+        return Scheduler(
+            cache,
+            policy,
+            max_seqs=self.max_seqs,
+            max_step_tokens=self.max_step_tokens,
+            max_chunk_tokens=self.max_chunk_tokens,
+            max_waiting=self.max_waiting,
+            observe=observe,
+        )
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one client saw."""
+
+    priority: Priority
+    arrival_s: float
+    wait_s: float | None = None  # until it was first admitted
+    ttft_s: float | None = None
+    finish_s: float | None = None
+    num_outputs: int = 0
+    is_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The machine at one moment."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_blocks_in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    config: SimConfig
+    records: tuple[RequestRecord, ...]
+    timeline: tuple[Sample, ...]
+    cache: CacheStats
+    num_steps: int
+    num_preemptions: int
+    num_refused: int
+    makespan_s: float
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(record.num_outputs for record in self.records) / self.makespan_s if self.makespan_s else 0.0
+
+    def tier(self, priority: Priority) -> list[RequestRecord]:
+        return [record for record in self.records if record.priority is priority and not record.is_refused]
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile; None of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def simulate(
+    trace: Sequence[TraceRequest],
+    config: SimConfig,
+    step_time: StepTime,
+    progress: Callable[[int], None] = lambda _done: None,
+) -> SimReport:
+    """Serve a whole trace. `progress` is told how many requests have ended, now and then."""
+    return _Simulation(trace, config, step_time, progress).run()
+
+
+@dataclass(slots=True)
+class _Simulation:
+    trace: Sequence[TraceRequest]
+    config: SimConfig
+    step_time: StepTime
+    progress: Callable[[int], None]
+    scheduler: Scheduler = field(init=False)
+    records: list[RequestRecord] = field(init=False)
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # of live requests, in full
+    timeline: list[Sample] = field(default_factory=list)
+    cancels: deque[tuple[int, int]] = field(default_factory=deque)  # (when, request), soonest first
+    now_ns: int = 0
+    next_arrival: int = 0
+    num_ended: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_refused: int = 0
+
+    def run(self) -> SimReport:
+        self.scheduler = self.config.make_scheduler(self._observe)
+        self.records = [RequestRecord(one.priority, one.arrival_s) for one in self.trace]
+        leaving = [
+            (_ns(one.arrival_s + one.cancel_after_s), i) for i, one in enumerate(self.trace) if one.cancel_after_s
+        ]
+        self.cancels.extend(sorted(leaving))
+        in_flight: tuple[StepPlan, int] | None = None  # and when it is done
+        while in_flight is not None or self._wait_for_work():
+            self._arrive()
+            plan = self.scheduler.schedule(self.now_ns)
+            if in_flight is not None:
+                before, self.now_ns = in_flight
+                self._deliver(self.scheduler.commit(before, self._result(before)))
+            in_flight = None
+            if not plan.is_empty:
+                in_flight = plan, self.now_ns + self.step_time.step_ns(plan)
+                self.num_steps += 1
+                self._sample()
+        self.progress(self.num_ended)
+        return SimReport(
+            config=self.config,
+            records=tuple(self.records),
+            timeline=tuple(self.timeline),
+            cache=self.scheduler.cache.stats(),
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            num_refused=self.num_refused,
+            makespan_s=self.now_ns / NS_PER_S,
+        )
+
+    def _wait_for_work(self) -> bool:
+        """With an idle device: move on to the next arrival. False at the end of the trace."""
+        self._arrive()
+        if self.scheduler.has_work:
+            return True
+        if self.next_arrival == len(self.trace):
+            return False
+        self.now_ns = max(self.now_ns, _ns(self.trace[self.next_arrival].arrival_s))
+        return True
+
+    def _arrive(self) -> None:
+        """Let in, and send away, whoever came or left up to now."""
+        while self.next_arrival < len(self.trace):
+            number, one = self.next_arrival, self.trace[self.next_arrival]
+            if _ns(one.arrival_s) > self.now_ns:
+                break
+            self.next_arrival += 1
+            sampling = SamplingParams(max_tokens=one.output_tokens)
+            request = Request(number, one.prompt_ids(number), sampling, priority=one.priority, salt=one.salt)
+            try:
+                self.scheduler.add(request, _ns(one.arrival_s))
+            except QuireError:
+                self._end(number)
+            else:
+                self.outputs[number] = one.output_ids(number)
+        while self.cancels and self.cancels[0][0] <= self.now_ns:
+            _, number = self.cancels.popleft()
+            if self.scheduler.cancel(number):
+                self._end(number)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        """The answers are known beforehand; a request that is gone gets any token, and the scheduler drops it."""
+        tokens = []
+        for piece in plan.slices:
+            output = self.outputs.get(piece.request_id)
+            if not piece.wants_token:
+                tokens.append(())
+            elif output is None:
+                tokens.append((0,))
+            else:
+                index = piece.start + piece.length - self.trace[piece.request_id].prompt_tokens
+                tokens.append((output[index],))
+        return StepResult(tuple(tokens))
+
+    def _deliver(self, updates: Sequence[TokenUpdate]) -> None:
+        now_s = self.now_ns / NS_PER_S
+        for update in updates:
+            record = self.records[update.request_id]
+            record.num_outputs += len(update.tokens)
+            if record.ttft_s is None:
+                record.ttft_s = now_s - record.arrival_s
+            if update.finish_reason is not None:
+                record.finish_s = now_s
+                self._end(update.request_id)
+
+    def _end(self, number: int) -> None:
+        self.outputs.pop(number, None)
+        self.num_ended += 1
+        if self.num_ended % 16 == 0:
+            self.progress(self.num_ended)
+
+    def _observe(self, event: Event) -> None:
+        match event:
+            case Admitted(is_resumed=False):
+                self.records[event.request_id].wait_s = event.waited_ns / NS_PER_S
+            case Preempted():
+                self.num_preemptions += 1
+            case Refused():
+                self.num_refused += 1
+                self.records[event.request_id].is_refused = True
+            case _:
+                pass
+
+    def _sample(self) -> None:
+        scheduler = self.scheduler
+        in_use = scheduler.cache.pool.num_usable - scheduler.cache.pool.num_free
+        now_s = self.now_ns / NS_PER_S
+        self.timeline.append(Sample(now_s, len(scheduler.running), len(scheduler.waiting), in_use))
+        if len(self.timeline) > 2 * MAX_SAMPLES:
+            del self.timeline[1::2]  # thin out; later samples come at the same cost
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)

@@ -1,0 +1,134 @@
+"""The fake is the judge of everything else, so it is judged here."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.backends.base import Capacity, Runner
+from quire.backends.fake import FakeRunner, choose_token, run_alone
+from quire.core.request import SamplingParams
+from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.errors import InvariantViolation
+
+CAPACITY = Capacity(num_blocks=10, block_size=4, max_seqs=4, max_context=36, vocab_size=1000)
+GREEDY = SamplingParams(temperature=0)
+
+
+def piece(
+    tokens: list[int], start: int, table: list[int], history: list[int], *, slot: int = 0, length: int | None = None
+) -> SeqSlice:
+    length = len(tokens) if length is None else length
+    wants_token = start + length >= len(history)
+    return SeqSlice(1, 0, slot, tokens, start, length, table, history, wants_token, GREEDY)
+
+
+def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = (), released: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(slices, copies, released)
+
+
+def execute(runner: FakeRunner, step: StepPlan) -> tuple[tuple[int, ...], ...]:
+    runner.forward(step)
+    runner.sample(None)
+    return runner.collect().tokens
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_chunks_and_decodes_through_a_table_give_the_answer_of_the_oracle(is_late: bool) -> None:
+    runner: Runner = FakeRunner(CAPACITY, is_late=is_late)
+    assert isinstance(runner, FakeRunner)
+    prompt = [5, 6, 7, 8, 9, 10]
+    expected = run_alone(prompt, GREEDY, 2, block_size=4, vocab_size=1000)
+    table = [7, 3]
+    assert execute(runner, plan(piece(prompt[:3], 0, table, prompt))) == ((),)
+    assert execute(runner, plan(piece(prompt[3:], 3, table, prompt))) == ((expected[0],),)
+    # the second decode goes on from the runner's own sample
+    assert execute(runner, plan(piece([], 6, table, prompt, length=1))) == ((expected[1],),)
+    runner.close()
+
+
+def test_content_depends_on_everything_before_it() -> None:
+    runner = FakeRunner(CAPACITY)
+    execute(runner, plan(piece([1, 2, 3, 4, 9, 9, 9, 9], 0, [1, 2], [1, 2, 3, 4, 9, 9, 9, 9])))
+    execute(runner, plan(piece([5, 2, 3, 4, 9, 9, 9, 9], 0, [3, 4], [5, 2, 3, 4, 9, 9, 9, 9])))
+    assert all(a != b for a, b in zip(runner.memory[2], runner.memory[4], strict=True))
+
+
+def test_one_wrong_block_anywhere_changes_the_answer() -> None:
+    prompt = list(range(12))
+    answers = set()
+    for spoiled in (None, 1, 2):
+        runner = FakeRunner(CAPACITY)
+        execute(runner, plan(piece(prompt[:8], 0, [1, 2, 3], prompt)))
+        if spoiled is not None:
+            runner.memory[spoiled][2] += 1
+        answers.add(execute(runner, plan(piece(prompt[8:], 8, [1, 2, 3], prompt))))
+    assert len(answers) == 3
+
+
+def test_copies_come_before_the_pass_and_what_is_to_be_written_is_poisoned() -> None:
+    prompt = list(range(6))
+    runner = FakeRunner(CAPACITY)
+    execute(runner, plan(piece(prompt, 0, [1, 2], prompt)))
+    longer = [*prompt, 77, 78]
+    tokens = execute(runner, plan(piece([77, 78], 6, [1, 5], longer), copies=(BlockCopy(2, 5),)))
+    assert tokens == (tuple(run_alone(longer, GREEDY, 1, block_size=4, vocab_size=1000)),)
+    assert runner.memory[2][2:] == [-1, -1]  # the source is as it was
+
+
+def test_sampling_uses_seed_index_position_and_history() -> None:
+    base = SamplingParams(seed=1)
+    variants = [
+        choose_token(3, base, [1], 10**9),
+        choose_token(3, base, [1, 1], 10**9),
+        choose_token(3, SamplingParams(seed=2), [1], 10**9),
+        choose_token(3, SamplingParams(seed=1, sample_index=1), [1], 10**9),
+        choose_token(3, SamplingParams(seed=1, repetition_penalty=1.1), [1], 10**9),
+        choose_token(3, SamplingParams(seed=1, repetition_penalty=1.1), [2], 10**9),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert choose_token(3, GREEDY, [1], 10**9) == choose_token(3, SamplingParams(temperature=0, seed=9), [1], 10**9)
+
+
+def test_masks_forbid_tokens() -> None:
+    capacity = Capacity(10, 4, 4, 36, vocab_size=20)
+    runner = FakeRunner(capacity)
+    for allowed in range(20):
+        runner.forward(plan(piece([1, 2], 0, [1], [1, 2])))
+        runner.sample({0: (1 << allowed).to_bytes(3, "little")})
+        assert runner.collect().tokens == ((allowed,),)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (plan(piece([1], 0, [], [1])), "does not cover"),
+        (plan(piece([1], 0, [0], [1])), "does not cover"),
+        (plan(piece([1], 0, [10], [1])), "does not cover"),
+        (plan(piece([1, 2], 0, [1], [1, 2], length=1)), "does not say what to compute"),
+        (plan(piece([], 0, [1], [1], length=2)), "does not say what to compute"),
+        (plan(piece([1], 0, [1], [1], slot=4)), "out of range"),
+        (plan(piece([1], 0, [1], [1]), piece([1], 0, [2], [1])), "used twice"),
+        (plan(piece([1], 0, [1], [1]), piece([1], 0, [1], [1], slot=1)), "two slices write"),
+        (plan(piece([1], 0, [1], [1]), piece([9], 4, [1, 2], [1] * 5, slot=1)), "written by one slice and read"),
+        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(1, 2),)), "written by one slice and read"),
+        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 3), BlockCopy(3, 4))), "depend on their order"),
+        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 4), BlockCopy(3, 4))), "depend on their order"),
+    ],
+)
+def test_plans_that_break_the_contract_are_refused(step: StepPlan, message: str) -> None:
+    with pytest.raises(InvariantViolation, match=message):
+        FakeRunner(CAPACITY).forward(step)
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    runner = FakeRunner(CAPACITY, is_late=True)
+    with pytest.raises(InvariantViolation, match="sample without"):
+        runner.sample(None)
+    with pytest.raises(InvariantViolation, match="no step in flight"):
+        runner.collect()
+    runner.forward(plan(piece([], 3, [1], [1, 2, 3], length=1)))
+    with pytest.raises(InvariantViolation, match="before the last step was sampled"):
+        runner.forward(plan())
+    runner.sample(None)
+    with pytest.raises(InvariantViolation, match="a sample it does not have"):
+        runner.collect()
