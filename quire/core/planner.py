@@ -204,8 +204,8 @@ class Planner:
     def _try_admit(self, step: StepDraft, request: Request, index: int) -> bool:
         """Start a waiting request, in front of running[index:], none of whom is in the plan yet.
 
-        It gets blocks for its whole known context at once, and leaves one for each of those behind it; what it lacks it
-        may take from lower tiers among them.
+        It gets blocks for its whole known context at once, and leaves one for each request that runs: they all grow,
+        and would preempt it soon. What it lacks it may take from lower tiers among those behind it.
         """
         if step.budget < 1:
             return False
@@ -213,11 +213,11 @@ class Planner:
             return False  # no ordinary admission in a step that preempted
         while True:
             hit = self._find_hit(request)
-            num_behind = len(self._running) - index
-            missing = self._cache.shortage(request, len(request.tokens), hit) + num_behind
+            spare = len(self._running)
+            missing = self._cache.shortage(request, len(request.tokens), hit) + spare
             if missing > 0 and hit.tail is not None:
                 hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
-                missing = self._cache.shortage(request, len(request.tokens), hit) + num_behind
+                missing = self._cache.shortage(request, len(request.tokens), hit) + spare
             if missing <= 0 and self._running.has_free_slot:
                 self._admit(step, request, hit, index)
                 return True

@@ -221,7 +221,7 @@ class _Simulation:
 
     def _result(self, plan: StepPlan) -> StepResult:
         """The answers are known beforehand; a request that is gone gets any token, and the scheduler drops it."""
-        tokens = []
+        tokens: list[tuple[int, ...]] = []
         for piece in plan.slices:
             output = self.outputs.get(piece.request_id)
             if not piece.wants_token:

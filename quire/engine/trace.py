@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -184,12 +184,17 @@ def _tokens(where: str, value: Any) -> tuple[int, ...]:
 
 
 def _shared(where: str, value: Any) -> tuple[tuple[str, int], ...]:
-    is_pair: Callable[[Any], bool] = lambda part: (
-        isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) and type(part[1]) is int
-    )
-    if not isinstance(value, list) or not all(is_pair(part) and 1 <= part[1] <= MAX_TOKENS for part in value):
-        raise TraceError(f"{where}: field 'shared' = {value!r} is not a list of [name, tokens]")
-    return tuple((name, count) for name, count in value)
+    match value:
+        case list() if all(_is_part(part) for part in value):
+            return tuple((name, count) for name, count in value)
+    raise TraceError(f"{where}: field 'shared' = {value!r} is not a list of [name, tokens]")
+
+
+def _is_part(part: Any) -> bool:
+    match part:
+        case [str(), int(count)] if type(count) is int and 1 <= count <= MAX_TOKENS:
+            return True
+    return False
 
 
 # Synthetic traces

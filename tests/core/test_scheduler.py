@@ -359,8 +359,8 @@ def test_pins_yield_before_anyone_is_preempted() -> None:
     rig.add(1, range(16), max_tokens=1)
     rig.run()
     assert rig.cache.pin("system", list(range(16)), "", expires_ns=10**18) == 16
-    rig.add(2, range(100, 110), max_tokens=6)
-    rig.add(3, range(200, 202), max_tokens=6)
+    rig.add(2, range(100, 107), max_tokens=12)
+    rig.add(3, range(200, 202), max_tokens=5)
     rig.run()
     assert rig.happened(PinYielded) == [PinYielded("system", 4)]
     assert rig.happened(Preempted) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.__main__ import FOUND
 from tests.sim.mutants import MUTANTS, WORLDS, Mutant
+from tests.sim.runs import FOUND
 
 ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code

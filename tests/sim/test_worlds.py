@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.__main__ import Failure, report, run_world, run_worlds
+from tests.sim.runs import Failure, report, run_world, run_worlds
 from tests.sim.world import World
 
 NUM_EVENTS = 500_000

@@ -1,0 +1,44 @@
+"""The `quire` command. Imports only what its own help needs: subcommands load the rest when they run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from quire import __version__
+from quire.cli.sim import sim
+from quire.errors import QuireError
+
+app = typer.Typer(
+    help="Serve language models to many people at once. Today: the scheduler and its simulator; the server is next.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(name="sim")(sim)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    del version  # handled by its callback
+
+
+def run() -> None:
+    """The entry point: an error of ours is one line on stderr, never a traceback."""
+    try:
+        app()
+    except QuireError as error:
+        typer.echo(f"quire: {error}", err=True)
+        sys.exit(2)
