@@ -161,10 +161,10 @@ class _Simulation:
     def run(self) -> SimReport:
         self.scheduler = self.config.make_scheduler(self._observe)
         self.records = [RequestRecord(one.priority, one.arrival_s) for one in self.trace]
-        leaving = [
-            (_ns(one.arrival_s + one.cancel_after_s), i) for i, one in enumerate(self.trace) if one.cancel_after_s
-        ]
-        self.cancels.extend(sorted(leaving))
+        for number, one in enumerate(self.trace):
+            if one.cancel_after_s is not None:
+                self.cancels.append((_ns(one.arrival_s + one.cancel_after_s), number))
+        self.cancels = deque(sorted(self.cancels))
         in_flight: tuple[StepPlan, int] | None = None  # and when it is done
         while in_flight is not None or self._wait_for_work():
             self._arrive()

@@ -1,0 +1,108 @@
+"""The command as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire import __version__
+
+
+def quire(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from quire.cli.main import run; run()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+
+
+def test_version_and_bare_call() -> None:
+    assert quire("--version").stdout.strip() == f"quire {__version__}"
+    assert "sim" in quire().stdout
+
+
+def test_sim_prints_a_table_a_person_can_read() -> None:
+    outcome = quire("sim", "--requests", "80", "--blocks", "300", "--blocks", "2000")
+    assert outcome.returncode == 0, outcome.stderr
+    for word in (
+        "policy",
+        "aging",
+        "fcfs",
+        "2,000",
+        "TTFT p50",
+        "wait p50",
+        "hits",
+        "preempted",
+        "HIGH",
+        "NORMAL",
+        "LOW",
+    ):
+        assert word in outcome.stdout
+
+
+def test_sim_gives_json_for_programs() -> None:
+    outcome = quire("sim", "--requests", "60", "--policy", "aging", "--blocks", "500", "--json", "--no-cache")
+    (run,) = json.loads(outcome.stdout)
+    assert (run["policy"], run["blocks"], run["hit_rate"]) == ("aging", 500, 0)
+    assert run["output_tokens_per_s"] > 0
+    assert sum(tier["requests"] for tier in run["tiers"].values()) == 60
+    assert {"ttft_s_p50", "ttft_s_p95", "wait_s_p50", "wait_s_p95", "wait_s_max"} <= set(run["tiers"]["HIGH"])
+
+
+def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
+    options = ("--policy", "aging", "--blocks", "400", "--json")
+    first = quire("sim", "--requests", "60", "--save-trace", "day.jsonl", *options, folder=tmp_path)
+    again = quire("sim", "day.jsonl", *options, folder=tmp_path)
+    assert first.stdout == again.stdout
+    assert len((tmp_path / "day.jsonl").read_text().splitlines()) == 60
+
+
+@pytest.mark.parametrize(("name", "magic"), [("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")])
+def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
+    outcome = quire("sim", "--requests", "40", "--blocks", "400", "--plot", name, folder=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None; sys.modules['matplotlib.figure'] = None\n"
+        "from quire.cli.main import run; run()"
+    )
+    command = [sys.executable, "-c", script, "sim", "--requests", "10", "--plot", "x.png"]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert outcome.returncode == 2
+    assert "pip install 'quire[plot]'" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl: "),
+        (["--policy", "lifo"], "policy = 'lifo' is not one of aging, fcfs"),
+        (["--blocks", "1"], "num_blocks = 1 is less than 2"),
+        (["--block-size", "33"], "block_size = 33 is not a power of two"),
+        (["--machine", "abacus"], "--machine 'abacus' is not one of cpu-smollm2-135m"),
+        (["--base-ms", "-1"], "base_ms = -1"),
+        (["--requests", "0"], "num_requests = 0"),
+        (["--rate", "0"], "rate = 0"),
+        (["--max-seqs", "0"], "max_seqs = 0"),
+        (["--max-step-tokens", "3"], "max_step_tokens = 3 is less than max_seqs"),
+        (["--patience", "-3"], "patience_s = -3"),
+        (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
+    ],
+)
+def test_bad_options_are_one_line_on_stderr(tmp_path: Path, arguments: list[str], message: str) -> None:
+    outcome = quire("sim", *arguments, folder=tmp_path)
+    assert outcome.returncode == 2
+    assert message in outcome.stderr
+    assert len(outcome.stderr.strip().splitlines()) == 1
+    assert outcome.stdout == ""
+
+
+def test_a_bad_trace_names_line_and_field(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": -1}\n')
+    outcome = quire("sim", "bad.jsonl", folder=tmp_path)
+    assert outcome.returncode == 2
+    assert "bad.jsonl line 1: field 'output_tokens' = -1" in outcome.stderr

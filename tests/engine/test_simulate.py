@@ -1,0 +1,110 @@
+"""The simulator's clock and books, by hand-made traces whose outcome one can compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.request import Priority
+from quire.engine.simulate import MACHINES, SimConfig, StepTime, percentile, simulate
+from quire.engine.trace import TraceRequest, synthesize
+from quire.errors import InvalidRequest
+
+SECOND = StepTime(base_ms=1000, token_us=0, context_us=0)
+
+
+def test_one_request_takes_a_step_a_token() -> None:
+    report = simulate([TraceRequest(3.0, 10, 4)], SimConfig(), SECOND)
+    (record,) = report.records
+    assert (record.wait_s, record.ttft_s, record.finish_s, record.num_outputs) == (0.0, 1.0, 7.0, 4)
+    assert report.num_steps == 4
+    assert report.makespan_s == 7.0
+    assert report.output_tokens_per_s == pytest.approx(4 / 7)
+
+
+def test_step_time_counts_tokens_and_context() -> None:
+    slow = StepTime(base_ms=0, token_us=1_000_000, context_us=0)
+    assert simulate([TraceRequest(0, 10, 2)], SimConfig(), slow).makespan_s == 11.0
+    reading = StepTime(base_ms=1000, token_us=0, context_us=1_000_000)
+    assert simulate([TraceRequest(0, 10, 2)], SimConfig(), reading).makespan_s == 2 + 10 + 11
+
+
+def test_a_request_that_comes_during_a_step_waits_for_the_next_plan() -> None:
+    report = simulate([TraceRequest(0, 10, 10), TraceRequest(0.5, 10, 1)], SimConfig(), SECOND)
+    second = report.records[1]
+    # Step 2 was planned when step 1 began, at 0 s. Step 3 is planned when step 2 begins, at 1 s, and ends at 3 s.
+    assert second.wait_s == 0.5
+    assert second.ttft_s == 2.5
+
+
+def test_equal_names_are_one_prefix_and_answers_can_be_continued() -> None:
+    first = TraceRequest(0, 100, 50, shared=(("system", 100),), output="answer")
+    second = TraceRequest(1000, 200, 1, shared=(("system", 100), ("answer", 50)))
+    report = simulate([first, second], SimConfig(), SECOND)
+    assert report.cache.num_hit_tokens == 149  # all but the answer's last token, whose KV was never needed
+    assert simulate([first, second], SimConfig(is_caching=False), SECOND).cache.num_hit_tokens == 0
+
+
+def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
+    trace = [TraceRequest(0.0, 10, 20, priority=Priority.LOW), TraceRequest(0.5, 10, 2, priority=Priority.HIGH)]
+    aging = simulate(trace, SimConfig(policy="aging", max_seqs=1), SECOND)
+    fcfs = simulate(trace, SimConfig(policy="fcfs", max_seqs=1), SECOND)
+    assert (aging.num_preemptions, fcfs.num_preemptions) == (1, 0)
+    waits = [report.tier(Priority.HIGH)[0].wait_s for report in (aging, fcfs)]
+    assert waits[0] == 0.5
+    assert waits[1] is not None
+    assert waits[1] > 15
+
+
+def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
+    trace = [TraceRequest(0, 10, 100, cancel_after_s=5.0), TraceRequest(0, 10, 100, cancel_after_s=0.0)]
+    report = simulate(trace, SimConfig(max_seqs=1), SECOND)
+    assert [record.finish_s for record in report.records] == [None, None]
+    assert report.records[0].num_outputs in (4, 5)
+    assert report.records[1].num_outputs == 0
+    assert report.makespan_s < 10
+
+
+def test_what_never_fits_is_refused_and_counted() -> None:
+    report = simulate([TraceRequest(0, 10_000, 1), TraceRequest(0, 10, 1)], SimConfig(num_blocks=10), SECOND)
+    assert report.num_refused == 1
+    assert report.records[0].is_refused
+    assert report.records[1].finish_s == 1.0
+
+
+def test_a_smaller_pool_never_hits_more_and_every_request_is_answered() -> None:
+    trace = synthesize(150, 20.0)
+    small, large = (simulate(trace, SimConfig(num_blocks=blocks), MACHINES["h200-llama3-8b"]) for blocks in (300, 4096))
+    assert small.cache.hit_rate < large.cache.hit_rate
+    assert small.num_preemptions > large.num_preemptions == 0
+    for report in (small, large):
+        assert [record.num_outputs for record in report.records] == [request.output_tokens for request in trace]
+        assert len(report.timeline) <= 4000
+        assert report.cache.num_free == report.cache.num_blocks
+
+
+def test_progress_ends_at_the_number_of_requests() -> None:
+    seen: list[int] = []
+    simulate(synthesize(50, 20.0), SimConfig(), MACHINES["h200-qwen3-0.6b"], seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 50
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [((-1, 1, 1), "base_ms = -1"), ((1, float("nan"), 1), "token_us = nan"), ((0, 0, 1), "no time")],
+)
+def test_impossible_step_times_are_refused(times: tuple[float, float, float], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        StepTime(*times)
+
+
+def test_unknown_policies_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of aging, fcfs"):
+        simulate([TraceRequest(0, 1, 1)], SimConfig(policy="lifo"), SECOND)
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0], 0.95) == 3.0
+    assert percentile(list(range(1, 101)), 0.5) == 51
+    assert percentile(list(range(1, 101)), 0.95) == 96
