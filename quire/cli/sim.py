@@ -39,7 +39,7 @@ def sim(
     base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the machine's.")] = None,
-    requests: Annotated[int, typer.Option(help="Synthetic trace: how many requests.")] = 1000,
+    requests: Annotated[int, typer.Option(help="Synthetic trace: how many requests.")] = 600,
     rate: Annotated[float, typer.Option(help="Synthetic trace: requests per second.")] = 20.0,
     seed: Annotated[int, typer.Option(help="Synthetic trace: another seed, another trace.")] = 0,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,

@@ -1,0 +1,150 @@
+"""The documents tell the truth: names exist, links lead somewhere, commands run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_NAMES = {"name", "n > 1", "quire sim", "key -> children"}
+
+
+def defined_names() -> set[str]:
+    """Every class, function, argument, attribute, field and constant, and `Class.member` for members."""
+    names: set[str] = set()
+    for path in [*(ROOT / "quire").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            match node:
+                case ast.ClassDef():
+                    names.add(node.name)
+                    names |= {f"{node.name}.{member}" for member in members(node)}
+                case ast.FunctionDef():
+                    names.add(node.name)
+                    names |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    names.add(name)
+                case _:
+                    pass
+    return names
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    found: set[str] = set()
+    for child in ast.walk(node):
+        match child:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def quoted(path: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def is_true(name: str, names: set[str]) -> bool:
+    if "/" in name:
+        return (ROOT / name).exists()
+    if name.startswith("make "):
+        return name.split()[1] in make_targets()
+    if re.fullmatch(r"quire(\.\w+)+", name):
+        return importlib.import_module(name) is not None
+    return name in names or name.removesuffix("s") in names or name in NOT_NAMES
+
+
+def test_every_name_in_the_architecture_exists() -> None:
+    names = defined_names()
+    missing = sorted(name for name in quoted(ROOT / "docs/ARCHITECTURE.md") if not is_true(name, names))
+    assert not missing
+
+
+def test_the_check_itself_can_fail() -> None:
+    names = defined_names()
+    for name in ("Scheduler.explode", "quire/core/nothing.py", "make coffee", "FooBar"):
+        assert not is_true(name, names)
+
+
+def test_every_core_file_is_in_the_architecture() -> None:
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    unmentioned = [
+        path.name for path in (ROOT / "quire/core").glob("[a-z]*.py") if f"quire/core/{path.name}" not in page
+    ]
+    assert not unmentioned
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands in a page's code blocks, without their comments and explanations."""
+    found = []
+    for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            command = re.split(r"\s{2,}|\s#", line)[0].strip()
+            if command.split("/")[-1].split(" ")[0] in ("make", "quire"):
+                found.append(shlex.split(command))
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/simulator.md"], ids=lambda page: page.name)
+def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
+    todo = commands(page)
+    assert len(todo) >= 5
+    for words in todo:
+        if words[0] == "make":
+            assert words[1] in make_targets(), words
+            continue
+        # Fewer requests than the default, so that all examples together take seconds.
+        small = (
+            []
+            if any(word.endswith(".jsonl") and "--save-trace" not in words for word in words)
+            else ["--requests", "60"]
+        )
+        command = [sys.executable, "-c", "from quire.cli.main import run; run()", *words[1:], *small]
+        outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert outcome.returncode == 0, f"{words}: {outcome.stderr}"
+        assert outcome.stdout
+
+
+def test_make_serve_says_honestly_that_it_is_not_there_yet() -> None:
+    serve = subprocess.run(
+        ["make", "-n", "serve"], cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ}
+    )
+    assert "not yet" in serve.stdout
+    assert "serve" not in [command.name for command in app.registered_commands]
+
+
+def test_every_decision_is_listed() -> None:
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    for path in (ROOT / "docs/decisions").glob("0*.md"):
+        assert f"({path.name})" in index
+        title = path.read_text().splitlines()[0].removeprefix(f"# {path.name[:4]} ")
+        assert title in index
+
+
+def test_no_page_names_this_machine() -> None:
+    for page in [*PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run"]:
+        assert not re.search(r"/(work|root|home)/", page.read_text()), page.name
