@@ -112,8 +112,8 @@ class KVCacheManager:
                 f" (the KV pool holds {self.pool.num_usable} blocks of {self.block_size} = {self.max_context} tokens)"
             )
 
-    def explain(self, request: Request, in_flight: Callable[[bytes], bool]) -> CacheExplanation:
-        return self.tree.explain(self.chain(request), len(request.tokens) - 1, in_flight)
+    def explain(self, request: Request, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
+        return self.tree.explain(self.chain(request), len(request.tokens) - 1, is_in_flight)
 
     def stats(self) -> CacheStats:
         return CacheStats(

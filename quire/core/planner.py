@@ -42,7 +42,7 @@ class StepDraft:
         self.copies: list[BlockCopy] = []
         self.is_admitting = True
         self.victim_tier: Priority | None = None  # the most urgent one preempted in this step
-        self.pending: set[bytes] = set()  # blocks that requests ahead in this pass are still to compute
+        self.pending: dict[int, set[bytes]] = {}  # block number -> keys someone ahead in this pass is to compute next
         self.skipped: list[Request] = []  # wait for a prefix in flight
 
 
@@ -92,7 +92,7 @@ class Planner:
                 if self._plan_running(step, request):
                     index += 1
                 if has_waiting:
-                    self.collect_pending(step.pending, request)
+                    self._note_pending(step, request)
                 if step.victim_tier is not None:
                     head = waiting.head() if step.is_admitting else None
                 continue
@@ -102,7 +102,7 @@ class Planner:
                 self._skip(step, head)
             elif self._try_admit(step, head, index):
                 index += 1
-                self.collect_pending(step.pending, head)
+                self._note_pending(step, head)
             else:
                 step.is_admitting = False  # nobody passes a head that does not fit
             head = waiting.head() if step.is_admitting else None
@@ -177,20 +177,22 @@ class Planner:
         parent = request.parent
         if parent is not None and parent.state is RequestState.RUNNING and self._is_ahead(parent, request, drift_ns):
             return parent.num_computed < min(len(request.tokens), len(parent.tokens)) - 1
-        if not step.pending or not self._cache.is_caching:
+        if not self._cache.is_caching:
             return False
-        num_blocks = len(self._cache.match(request).blocks)
-        if (num_blocks + 1) * self._cache.block_size > len(request.tokens):
-            return False
-        return self._cache.chain(request).key(num_blocks) in step.pending
+        chain, num_full = self._cache.chain(request), len(request.tokens) // self._cache.block_size
+        for number, keys in step.pending.items():
+            if number < num_full and (key := chain.key(number)) in keys and self._cache.tree.standing(key) is None:
+                return True
+        return False
 
-    def collect_pending(self, pending: set[bytes], owner: Request) -> None:
-        """Add the full blocks of known tokens that `owner` has not computed yet."""
-        block_size = self._cache.block_size
-        first, end = owner.num_computed // block_size, len(owner.tokens) // block_size
-        if first < end and owner.state is RequestState.RUNNING:
-            chain = self._cache.chain(owner)
-            pending.update(chain.key(index) for index in range(first, end))
+    def _note_pending(self, step: StepDraft, owner: Request) -> None:
+        """Remember the first full block of known tokens that a running request has still to compute.
+
+        Who shares a later one with it shares this one too.
+        """
+        number = owner.num_computed // self._cache.block_size
+        if (number + 1) * self._cache.block_size <= len(owner.tokens) and owner.state is RequestState.RUNNING:
+            step.pending.setdefault(number, set()).add(self._cache.chain(owner).key(number))
 
     def _skip(self, step: StepDraft, request: Request) -> None:
         self._waiting.remove(request)
@@ -232,10 +234,13 @@ class Planner:
                 if not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
                 return False  # copies in flight hold the rest
-            freed = self._cache.freed_by(victims) - {block.block_id for block in hit.blocks}
-            if missing - len(victims) > len(freed):
+            if missing - len(victims) > self._num_freed(victims, hit):
                 return False  # preempting all of them would not be enough: leave them alone
             self._preempt(step, victims[-1], request)
+
+    def _num_freed(self, victims: list[Request], hit: PrefixHit) -> int:
+        """Blocks beside the hit's own that would be free without these requests."""
+        return len(self._cache.freed_by(victims) - {block.block_id for block in hit.blocks})
 
     def _find_hit(self, request: Request) -> PrefixHit:
         hit = self._cache.match(request)

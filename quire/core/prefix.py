@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 from quire.core.block import KVCacheBlock
@@ -47,41 +48,50 @@ def common_run(a: bytes, b: bytes) -> int:
 class TokenChain:
     """The names of one request's blocks, computed once and extended as its tokens become known."""
 
-    __slots__ = ("_block_bytes", "_digest", "_keys", "_packed", "_tokens", "root")
+    __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_tokens", "root")
 
     def __init__(self, root: bytes, tokens: list[int], block_size: int, digest: Digest) -> None:
         self.root = root
         self._tokens = tokens  # by reference; it only grows at the end
-        self._block_bytes = block_size * _TOKEN_BYTES
+        self._block_size = block_size
         self._digest = digest
-        self._packed = bytearray()
-        self._keys: list[bytes] = []
+        self._blocks: list[bytes] = []  # packed tokens of full blocks
+        self._keys: list[bytes] = []  # and their chain keys
 
     def key(self, index: int) -> bytes:
         """The chain key of full block `index`, all of whose tokens must be known."""
-        keys = self._keys
-        while len(keys) <= index:
-            keys.append(self._digest(keys[-1] if keys else self.root, self.block(len(keys))))
-        return keys[index]
+        if len(self._keys) <= index:
+            self._extend(index + 1)
+        return self._keys[index]
 
     def parent_key(self, index: int) -> bytes:
         return self.key(index - 1) if index else self.root
 
     def block(self, index: int) -> bytes:
         """The tokens of full block `index`, packed."""
-        end = (index + 1) * self._block_bytes
-        if len(self._packed) < end:
-            self._pack()
-        return bytes(self._packed[end - self._block_bytes : end])
+        if len(self._blocks) <= index:
+            self._extend(index + 1)
+        return self._blocks[index]
+
+    def full_blocks(self, count: int) -> Iterator[tuple[bytes, bytes]]:
+        """Key and packed tokens of the first `count` blocks."""
+        if len(self._keys) < count:
+            self._extend(count)
+        return islice(zip(self._keys, self._blocks, strict=True), count)
 
     def run(self, start: int, stop: int) -> bytes:
         """The tokens [start, stop), packed."""
-        if len(self._packed) < stop * _TOKEN_BYTES:
-            self._pack()
-        return bytes(self._packed[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
+        return pack_tokens(self._tokens[start:stop])
 
-    def _pack(self) -> None:
-        self._packed += pack_tokens(self._tokens[len(self._packed) // _TOKEN_BYTES :])
+    def _extend(self, count: int) -> None:
+        first, size = len(self._keys), self._block_size
+        packed = self.run(first * size, count * size)
+        key = self._keys[-1] if self._keys else self.root
+        for start in range(0, len(packed), size * _TOKEN_BYTES):
+            block = packed[start : start + size * _TOKEN_BYTES]
+            key = self._digest(key, block)
+            self._blocks.append(block)
+            self._keys.append(key)
 
 
 class PrefixHit(NamedTuple):
@@ -170,12 +180,9 @@ class PrefixTree:
         """The longest cached prefix of at most `limit` tokens."""
         blocks: list[KVCacheBlock] = []
         index, parent = self._index, chain.root
-        num_full = limit // self.block_size
-        while len(blocks) < num_full:
-            i = len(blocks)
-            key = chain.key(i)
+        for key, tokens in chain.full_blocks(limit // self.block_size):
             block = index.get(key)
-            if block is None or block.parent_key != parent or block.tokens != chain.block(i):
+            if block is None or block.parent_key != parent or block.tokens != tokens:
                 break  # a key that is there with other tokens is a collision, and a miss
             blocks.append(block if block.ref_count or not block.twins else _held_twin(block))
             parent = key
@@ -186,15 +193,18 @@ class PrefixTree:
         is_adoptable = tail.key is None and tail.ref_count == 0 and run * _TOKEN_BYTES == len(tail.tokens)
         return PrefixHit(tuple(blocks), tail, run, is_adoptable, start + run)
 
-    def explain(self, chain: TokenChain, limit: int, in_flight: Callable[[bytes], bool]) -> CacheExplanation:
-        """What `match` finds and why it stops. Sees only what lies under the chain's own salt."""
+    def explain(self, chain: TokenChain, limit: int, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
+        """What `match` finds and why it stops. Sees only what lies under the chain's own salt.
+
+        `is_in_flight` is asked whether someone is computing full block number i of this chain.
+        """
         hit = self.match(chain, limit)
         num_blocks = len(hit.blocks)
         wants_block = limit >= (num_blocks + 1) * self.block_size
         parent = chain.parent_key(num_blocks)
         if hit.num_tokens == limit:
             reason = StopReason.COMPLETE if limit else StopReason.TOO_SHORT
-        elif wants_block and in_flight(chain.key(num_blocks)):
+        elif wants_block and is_in_flight(num_blocks):
             reason = StopReason.IN_FLIGHT
         elif wants_block and chain.key(num_blocks) in self._ghosts:
             reason = StopReason.EVICTED

@@ -90,10 +90,16 @@ class Scheduler:
 
     def explain(self, request: Request) -> CacheExplanation:
         """What the cache would give this request now, and why not more. Changes nothing."""
-        pending: set[bytes] = set()
-        for owner in self._running:
-            self._planner.collect_pending(pending, owner)
-        return self.cache.explain(request, pending.__contains__)
+        chain, size = self.cache.chain(request), self.cache.block_size
+
+        def is_in_flight(number: int) -> bool:
+            return any(
+                owner.num_computed // size <= number < len(owner.tokens) // size
+                and self.cache.chain(owner).key(number) == chain.key(number)
+                for owner in self._running
+            )
+
+        return self.cache.explain(request, is_in_flight)
 
     # Requests come and go
 

@@ -211,13 +211,17 @@ MUTANTS = (
         "tests/core/test_pool.py",
     ),
     _mutant(
-        "collision served", "core/prefix.py", " or block.tokens != chain.block(i)", "", "tests/core/test_prefix.py"
+        "collision served",
+        "core/prefix.py",
+        " or block.tokens != tokens:\n                break",
+        ":\n                break",
+        "tests/core/test_prefix.py",
     ),
     _mutant(
         "siblings do not wait",
         "core/planner.py",
-        "return self._cache.chain(request).key(num_blocks) in step.pending",
-        "return False",
+        "                return True\n        return False\n\n    def _note_pending",
+        "                return False\n        return False\n\n    def _note_pending",
         "tests/core/test_scheduler.py",
     ),
 )
