@@ -71,6 +71,8 @@ class SortedBlocks:
             del self._buckets[b]
 
     def _find(self, block: KVCacheBlock) -> tuple[int, int]:
+        if self._buckets and self._buckets[0][0] is block:
+            return 0, 0  # an only child, as most are
         if self._buckets:
             b, i = self._locate(block.tokens)
             bucket = self._buckets[b]

@@ -140,8 +140,10 @@ class BlockPool:
         descendants = self._tree.remove(block)
         if key is not None and self._tree.standing(key) is None:
             self._tree.remember(key)
-        self._lose_content(descendants)
-        self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
+        if descendants:
+            self._lose_content(descendants)
+        if self._observe is not ignore:  # this is a hot path
+            self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
 
     def _lose_content(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that just left the tree: the free ones among them are now the first to take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -153,7 +154,7 @@ class PrefixTree:
         self._max_ghosts = max_ghosts
         self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> standing full block
         self._children: dict[bytes, SortedBlocks] = {}  # position -> what follows it; roots of salts included
-        self._ghosts: dict[bytes, None] = {}  # keys evicted lately, oldest first
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # keys evicted lately, oldest first
         self.num_twins = 0  # made so far
         self.num_collisions = 0
 
@@ -248,16 +249,17 @@ class PrefixTree:
             self.num_twins += 1
             return Inserted(True, None)
         children = self._children.get(parent_key)
+        superseded = None
         if children is None:
             children = self._children[parent_key] = SortedBlocks()
-        before, after = children.neighbours(tokens)
-        if key is None and after is not None and after.tokens.startswith(tokens):
-            return Inserted(False, None)  # the tree has this tail already, in the same words or as part of more
-        superseded = None
-        if before is not None and before.key is None and before.ref_count == 0 and tokens.startswith(before.tokens):
-            superseded = before
-            children.remove(before)
-            self._unpublish(before)
+        else:
+            before, after = children.neighbours(tokens)
+            if key is None and after is not None and after.tokens.startswith(tokens):
+                return Inserted(False, None)  # the tree has this tail already, in the same words or as part of more
+            if before is not None and before.key is None and before.ref_count == 0 and tokens.startswith(before.tokens):
+                superseded = before
+                children.remove(before)
+                self._unpublish(before)
         block.key, block.parent_key, block.tokens = key, parent_key, tokens
         children.add(block)
         if key is not None:
@@ -284,13 +286,13 @@ class PrefixTree:
         del self._index[key]
         self._leave_parent(block)
         self._unpublish(block)
-        return self._drop_descendants(key)
+        return self._drop_descendants(key) if key in self._children else []
 
     def remember(self, key: bytes) -> None:
         """Keep an evicted key for a while, so that `explain` can tell an eviction from content never seen."""
         self._ghosts[key] = None
         if len(self._ghosts) > self._max_ghosts:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything, ghosts included. Blocks in use stay in use, unpublished."""

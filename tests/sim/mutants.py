@@ -183,7 +183,12 @@ MUTANTS = (
         "                tokens,\n                wants_token",
         "                tokens[start:],\n                wants_token",
     ),
-    _mutant("descendants left behind", "core/prefix.py", "return self._drop_descendants(key)", "return []"),
+    _mutant(
+        "descendants left behind",
+        "core/prefix.py",
+        "return self._drop_descendants(key) if key in self._children else []",
+        "return []",
+    ),
     _mutant(
         "clock may run backwards",
         "core/scheduler.py",
