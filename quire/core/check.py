@@ -46,7 +46,7 @@ def check_scheduler(scheduler: Scheduler, salts: Iterable[str] | None = None) ->
             _fail(f"block {block_id} is written by one request and held by {tables[block_id]}")
     if sorted(slots) != list(range(running.max_seqs)):
         _fail(f"slots are not each free or held once: {sorted(slots)}")
-    order = [(request.rank, request.sequence) for request in running]
+    order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):
         _fail(f"running requests are out of order: {order}")
     for request in waiting:

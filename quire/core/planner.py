@@ -1,22 +1,27 @@
 """One pass over everyone: who computes what in the next step, who begins, who has to stand back.
 
-Running and waiting requests are walked merged by their policy key. Victims are taken from the back, so nobody who is in
-the plan already can be one.
+First prompts and admissions, in the order of the policy's key: requests in prefill and requests that wait, merged,
+share what the step's token budget has beyond one token for each who runs. Then everyone who runs, most urgent first,
+gets the blocks for the next token; victims are taken from the back, so nobody who is in the plan already can be one.
 """
 
 from __future__ import annotations
+
+from operator import itemgetter
 
 from quire.core.events import Admitted, Observer, Preempted, PrefixWaited, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixHit
-from quire.core.request import Priority, Request, RequestState
+from quire.core.request import Request, RequestState
 from quire.core.running import RunningSet
 from quire.core.step import BlockCopy, SeqSlice
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
 MAX_PREFIX_WAITERS = 256  # stepped over in one pass, so that a crowd of siblings cannot make a step slow
+
+_Key = tuple[int, int]  # the policy's key, then order of arrival
 
 
 class StepDraft:
@@ -26,23 +31,23 @@ class StepDraft:
         "budget",
         "copies",
         "has_in_flight",
-        "is_admitting",
         "now_ns",
         "pending",
+        "shares",
         "skipped",
         "slices",
-        "victim_tier",
+        "victims",
     )
 
     def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
         self.now_ns = now_ns
-        self.budget = budget  # tokens left for prefills; every running request has one reserved, so no decode waits
+        self.budget = budget  # tokens left for prompts; every running request has one reserved, so no decode waits
         self.has_in_flight = has_in_flight  # a step before this one is not committed yet
+        self.shares: dict[int, int] = {}  # request in prefill -> tokens it may compute
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
-        self.is_admitting = True
-        self.victim_tier: Priority | None = None  # the most urgent one preempted in this step
-        self.pending: dict[int, set[bytes]] = {}  # block number -> keys someone ahead in this pass is to compute next
+        self.victims: list[Request] = []  # preempted in this step
+        self.pending: dict[int, set[bytes]] = {}  # block number -> keys that someone ahead is to compute next
         self.skipped: list[Request] = []  # wait for a prefix in flight
 
 
@@ -75,51 +80,59 @@ class Planner:
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
         step = StepDraft(now_ns, self.max_step_tokens - len(self._running), has_in_flight=has_in_flight)
-        self._walk(step)
+        self._share_prompts(step)
         for request in step.skipped:
             self._waiting.push(request)
+        running, index = self._running.requests, 0
+        while index < len(running):
+            if self._plan(step, running[index]):
+                index += 1
         return step
 
-    def _walk(self, step: StepDraft) -> None:
-        running, waiting = self._running.requests, self._waiting
-        drift_ns = self._policy.drift_ns(step.now_ns)
-        has_waiting = len(waiting) > 0
-        head = waiting.head()
-        index = 0
-        while True:
-            if index < len(running) and (head is None or self._is_ahead(running[index], head, drift_ns)):
-                request = running[index]
-                if self._plan_running(step, request):
-                    index += 1
-                if has_waiting:
-                    self._note_pending(step, request)
-                if step.victim_tier is not None:
-                    head = waiting.head() if step.is_admitting else None
-                continue
-            if head is None:
-                return
-            if self._awaits_prefix(step, head, drift_ns):
+    # Prompts: those being computed and those that wait, merged by key
+
+    def _share_prompts(self, step: StepDraft) -> None:
+        prefills = [(self._key(r), r) for r in self._running if len(r.tokens) - r.num_computed > 1]
+        prefills.sort(key=itemgetter(0), reverse=True)  # the first is at the end
+        while (head := self._waiting.head()) is not None:
+            key = self._key(head)
+            while prefills and prefills[-1][0] < key:
+                self._continue_prompt(step, prefills.pop()[1])
+            if len(step.skipped) >= MAX_PREFIX_WAITERS:
+                break
+            if self._awaits_prefix(step, head, key):
                 self._skip(step, head)
-            elif self._try_admit(step, head, index):
-                index += 1
-                self._note_pending(step, head)
-            else:
-                step.is_admitting = False  # nobody passes a head that does not fit
-            head = waiting.head() if step.is_admitting else None
+            elif not self._try_admit(step, head):
+                break  # nobody passes a head that does not fit
+        while prefills:
+            self._continue_prompt(step, prefills.pop()[1])
 
-    def _is_ahead(self, running: Request, waiting: Request, drift_ns: int) -> bool:
-        return (running.rank + drift_ns, running.sequence) < (self._policy.waiting_key(waiting), waiting.sequence)
+    def _key(self, request: Request) -> _Key:
+        return (self._policy.key(request), request.sequence)
 
-    def _plan_running(self, step: StepDraft, request: Request) -> bool:
-        """Give a running request its share. False if it had to preempt itself."""
+    def _continue_prompt(self, step: StepDraft, request: Request) -> None:
+        if request.state is RequestState.RUNNING:  # and not preempted just now
+            self._share(step, request, len(request.tokens) - request.num_planned)
+            self._note_pending(step, request)
+
+    def _share(self, step: StepDraft, request: Request, num_wanted: int) -> None:
+        """Let a prompt have as much of the budget as it wants and may; one token is its own."""
+        if num_wanted > 1:
+            extra = min(num_wanted - 1, step.budget, self.max_chunk_tokens - 1)
+            step.budget -= extra
+            step.shares[request.request_id] = 1 + extra
+
+    # Everyone who runs
+
+    def _plan(self, step: StepDraft, request: Request) -> bool:
+        """Give a running request its slice. False if it had to preempt itself."""
         start = request.num_planned
         # The last token a request may have needs no KV: nothing is computed after it.
         length = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
         if length <= 0:
             return True
         if length > 1:
-            length = min(length, 1 + step.budget, self.max_chunk_tokens)
-            step.budget -= length - 1
+            length = min(length, step.shares.get(request.request_id, 1))
         if start + length > len(request.block_table) * self._cache.block_size:
             if not self._make_room(step, request, start + length):
                 return request.state is RequestState.RUNNING
@@ -167,7 +180,7 @@ class Planner:
 
     # Admission
 
-    def _awaits_prefix(self, step: StepDraft, request: Request, drift_ns: int) -> bool:
+    def _awaits_prefix(self, step: StepDraft, request: Request, key: _Key) -> bool:
         """Whether someone ahead of this request is computing what both need.
 
         Stateless: asked anew in every pass, so it is simply false once the owner is done, preempted or gone.
@@ -175,13 +188,13 @@ class Planner:
         if request.sampling.prompt_logprobs is not None:
             return False
         parent = request.parent
-        if parent is not None and parent.state is RequestState.RUNNING and self._is_ahead(parent, request, drift_ns):
+        if parent is not None and parent.state is RequestState.RUNNING and self._key(parent) < key:
             return parent.num_computed < min(len(request.tokens), len(parent.tokens)) - 1
         if not self._cache.is_caching:
             return False
         chain, num_full = self._cache.chain(request), len(request.tokens) // self._cache.block_size
         for number, keys in step.pending.items():
-            if number < num_full and (key := chain.key(number)) in keys and self._cache.tree.standing(key) is None:
+            if number < num_full and (name := chain.key(number)) in keys and self._cache.tree.standing(name) is None:
                 return True
         return False
 
@@ -200,32 +213,22 @@ class Planner:
         if not request.is_prefix_waiting:
             request.is_prefix_waiting = True
             self._observe(PrefixWaited(request.request_id))
-        if len(step.skipped) >= MAX_PREFIX_WAITERS:
-            step.is_admitting = False
 
-    def _try_admit(self, step: StepDraft, request: Request, index: int) -> bool:
-        """Start a waiting request, in front of running[index:], none of whom is in the plan yet.
+    def _try_admit(self, step: StepDraft, request: Request) -> bool:
+        """Start a waiting request, or leave everything as it is.
 
         It gets blocks for its whole known context at once, and leaves one for each request that runs: they all grow,
-        and would preempt it soon. What it lacks it may take from lower tiers among those behind it.
+        and would preempt it soon. What it lacks it may take from less urgent ones of lower tiers.
         """
-        if step.budget < 1:
-            return False
-        if step.victim_tier is not None and not self._policy.may_preempt(request.priority, step.victim_tier):
+        may_preempt, now_ns = self._policy.may_preempt, step.now_ns
+        if step.budget < 1 or not all(may_preempt(request, victim, now_ns) for victim in step.victims):
             return False  # no ordinary admission in a step that preempted
         while True:
-            hit = self._find_hit(request)
-            spare = len(self._running)
-            missing = self._cache.shortage(request, len(request.tokens), hit) + spare
-            if missing > 0 and hit.tail is not None:
-                hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
-                missing = self._cache.shortage(request, len(request.tokens), hit) + spare
+            hit, missing = self._find_room(request)
             if missing <= 0 and self._running.has_free_slot:
-                self._admit(step, request, hit, index)
+                self._admit(step, request, hit)
                 return True
-            victims = [
-                r for r in self._running.requests[index:] if self._policy.may_preempt(request.priority, r.priority)
-            ]
+            victims = [running for running in self._running if may_preempt(request, running, now_ns)]
             if self._running and not victims:
                 return False
             if missing > 0 and self._cache.pins.yield_oldest():
@@ -237,6 +240,16 @@ class Planner:
             if missing - len(victims) > self._num_freed(victims, hit):
                 return False  # preempting all of them would not be enough: leave them alone
             self._preempt(step, victims[-1], request)
+
+    def _find_room(self, request: Request) -> tuple[PrefixHit, int]:
+        """What the cache has for a request, and how many blocks are missing for the rest."""
+        hit = self._find_hit(request)
+        spare, upto = len(self._running), len(request.tokens)
+        missing = self._cache.shortage(request, upto, hit) + spare
+        if missing > 0 and hit.tail is not None:
+            hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
+            missing = self._cache.shortage(request, upto, hit) + spare
+        return hit, missing
 
     def _num_freed(self, victims: list[Request], hit: PrefixHit) -> int:
         """Blocks beside the hit's own that would be free without these requests."""
@@ -250,20 +263,20 @@ class Planner:
             return fork if fork.num_tokens > hit.num_tokens else hit
         return hit
 
-    def _admit(self, step: StepDraft, request: Request, hit: PrefixHit, index: int) -> None:
+    def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         step.copies += self._cache.grow(request, len(request.tokens), hit)
         self._waiting.remove(request)
+        request.urgency = self._policy.urgency(request, step.now_ns)
         request.waited_ns += step.now_ns - request.enqueued_ns
-        request.rank = self._policy.running_rank(request)
         request.parent = None  # a resumed request finds its blocks through the tree
         request.is_prefix_waiting = False
         is_resumed = request.num_preemptions > 0
         if not is_resumed:
             request.num_cached_tokens = hit.num_tokens
-        slot = self._running.insert(index, request)
-        length = min(len(request.tokens) - hit.num_tokens, step.budget, self.max_chunk_tokens)
-        step.budget -= length
-        self._add_slice(step, request, hit.num_tokens, length)
+        slot = self._running.add(request)
+        step.budget -= 1
+        self._share(step, request, len(request.tokens) - hit.num_tokens)
+        self._note_pending(step, request)
         self._observe(Admitted(request.request_id, request.priority, slot, request.waited_ns, is_resumed))
 
     def _preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
@@ -271,8 +284,8 @@ class Planner:
         self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
         self._running.vacate(victim)
         victim.num_preemptions += 1
+        victim.earlier_waits_ns = victim.waited_ns
         victim.enqueued_ns = step.now_ns
         victim.state = RequestState.WAITING
         self._waiting.push(victim)
-        if step.victim_tier is None or victim.priority < step.victim_tier:
-            step.victim_tier = victim.priority
+        step.victims.append(victim)

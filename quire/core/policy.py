@@ -1,12 +1,15 @@
-"""Who goes first: one number per request, smaller first, that never needs sorting anew.
+"""Who goes first.
 
 Aging as everyone draws it, `effective = tier - waited / patience`, changes all the time but never the order of two
-requests that both wait: they age alike. So a waiting request keeps one constant key, a virtual deadline:
+requests that both wait: they age alike. So a waiting request keeps one constant key, a virtual deadline,
 
     key = (start of this wait) - (earlier waits) + tier * patience
 
-and a heap is enough. Age is time spent waiting. A running request does not age: its key moves with the clock, so the
-order among running requests is constant as well, and only the distance between the two groups changes.
+and a heap is enough. It keeps that key until its prompt is computed: prompts share the step's tokens in this order.
+
+Memory and slots go by urgency instead, the whole tiers of the same formula: `tier - waited // patience`. Age is time
+spent waiting, so the urgency of a running request is constant; if it grew with the key's clock, long LOW jobs would
+outgrow every HIGH one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.core.request import Priority, Request
+from quire.core.request import Priority, Request, RequestState
 from quire.errors import InvalidRequest
 
 NS_PER_S = 1_000_000_000
@@ -24,17 +27,14 @@ PATIENCE_S = 10.0
 class Policy(Protocol):
     """All times are whole nanoseconds, so that keys compare exactly."""
 
-    def waiting_key(self, request: Request) -> int:
-        """Constant while the request waits."""
+    def key(self, request: Request) -> int:
+        """Order of admission and of prompts, smaller first. Constant from one admission to the next preemption."""
 
-    def running_rank(self, request: Request) -> int:
-        """Constant while the request runs."""
+    def urgency(self, request: Request, now_ns: int) -> int:
+        """Order of memory and slots, smaller first. Constant while the request runs."""
 
-    def drift_ns(self, now_ns: int) -> int:
-        """What to add to a running rank now, to compare it with a waiting key."""
-
-    def may_preempt(self, waiting: Priority, running: Priority) -> bool:
-        """Whether one who waits may push out one who runs, if its key is smaller as well."""
+    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
+        """Whether one who waits may push out one who runs."""
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
         """The starvation bound: a request of tier `behind` that waits from t on is passed by requests of tier `ahead`
@@ -50,17 +50,19 @@ class Aging:
         self.patience_s = patience_s
         self._patience_ns = round(patience_s * NS_PER_S)
 
-    def waiting_key(self, request: Request) -> int:
-        return request.enqueued_ns - request.waited_ns + request.priority * self._patience_ns
+    def key(self, request: Request) -> int:
+        return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns
 
-    def running_rank(self, request: Request) -> int:
-        return request.priority * self._patience_ns - request.waited_ns
+    def urgency(self, request: Request, now_ns: int) -> int:
+        if not self._patience_ns:
+            return 0  # no patience: any wait is worth any tier
+        waited_ns = request.waited_ns
+        if request.state is RequestState.WAITING:
+            waited_ns += now_ns - request.enqueued_ns
+        return request.priority - waited_ns // self._patience_ns
 
-    def drift_ns(self, now_ns: int) -> int:
-        return now_ns
-
-    def may_preempt(self, waiting: Priority, running: Priority) -> bool:
-        return waiting < running
+    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
+        return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
         return max(0, behind - ahead) * self.patience_s
@@ -69,16 +71,13 @@ class Aging:
 class Fcfs:
     """First come, first served; tiers mean nothing."""
 
-    def waiting_key(self, request: Request) -> int:
+    def key(self, request: Request) -> int:
         return request.arrived_ns
 
-    def running_rank(self, request: Request) -> int:
-        return request.arrived_ns
-
-    def drift_ns(self, now_ns: int) -> int:  # noqa: ARG002 - nothing moves
+    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - everyone is alike
         return 0
 
-    def may_preempt(self, waiting: Priority, running: Priority) -> bool:  # noqa: ARG002
+    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return False
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:  # noqa: ARG002

@@ -111,6 +111,7 @@ class Request:
         "arrived_ns",
         "block_table",
         "chain",
+        "earlier_waits_ns",
         "enqueued_ns",
         "epoch",
         "finish_reason",
@@ -124,7 +125,6 @@ class Request:
         "num_published",
         "parent",
         "priority",
-        "rank",
         "request_id",
         "salt",
         "sampling",
@@ -134,6 +134,7 @@ class Request:
         "stop_ids",
         "token_limit",
         "tokens",
+        "urgency",
         "waited_ns",
     )
 
@@ -163,10 +164,11 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.epoch = 0  # raised whenever results in flight become nobody's
         self.sequence = 0  # order of arrival; breaks ties
-        self.rank = 0  # place among the running, set at admission
+        self.urgency = 0  # the policy's, set at admission
         self.arrived_ns = 0
-        self.enqueued_ns = 0  # start of the present wait
-        self.waited_ns = 0  # time spent in earlier waits: the age that a preemption must not lose
+        self.enqueued_ns = 0  # start of the last wait
+        self.earlier_waits_ns = 0  # time spent in the waits before it: the age that a preemption must not lose
+        self.waited_ns = 0  # time spent in all waits that are over
         self.is_prefix_waiting = False
         self.num_preemptions = 0
 

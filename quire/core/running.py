@@ -1,16 +1,23 @@
-"""The running set: who holds a slot, in policy order."""
+"""The running set: who holds a slot, most urgent first."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request, RequestState
 from quire.errors import InvalidRequest
 
+_order = attrgetter("urgency", "sequence")
+
 
 class RunningSet:
-    """Running requests sorted by (rank, sequence), front first, each with a slot: a row the runner keeps for it."""
+    """Running requests by (urgency, order of arrival), each with a slot: a row the runner keeps for it.
+
+    The order is constant, because nobody ages while running. The last in it is the first to be preempted.
+    """
 
     def __init__(self, max_seqs: int, cache: KVCacheManager) -> None:
         if max_seqs < 1:
@@ -35,11 +42,11 @@ class RunningSet:
     def free_slots(self) -> tuple[int, ...]:
         return tuple(self._free_slots)
 
-    def insert(self, index: int, request: Request) -> int:
+    def add(self, request: Request) -> int:
         """Give a request a slot and its place in the order. Returns the slot."""
         request.slot = self._free_slots.pop()
         request.state = RequestState.RUNNING
-        self.requests.insert(index, request)
+        insort(self.requests, request, key=_order)
         return request.slot
 
     def vacate(self, request: Request) -> None:

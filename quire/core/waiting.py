@@ -49,7 +49,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Queue at its policy key. `check_room` is for those who arrive: work pushed back has been let in."""
         self._num_pushes += 1
-        entry = _Entry(self._policy.waiting_key(request), request.sequence, self._num_pushes, request)
+        entry = _Entry(self._policy.key(request), request.sequence, self._num_pushes, request)
         self._entries[request.request_id] = entry
         self.num_tokens += len(request.tokens)
         heappush(self._heap, entry)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.events import Admitted, Preempted
 from quire.core.policy import POLICIES, Aging, Fcfs, Policy
-from quire.core.request import Priority, Request
+from quire.core.request import Priority, Request, RequestState
 from quire.errors import InvalidRequest
 from tests.core.helpers import NS, Rig, make_request
 
@@ -15,7 +15,8 @@ def waiting(priority: Priority, enqueued_s: float, waited_s: float = 0.0) -> Req
     request = make_request(1, 1)
     request.priority = priority
     request.arrived_ns = request.enqueued_ns = round(enqueued_s * NS)
-    request.waited_ns = round(waited_s * NS)
+    request.waited_ns = request.earlier_waits_ns = round(waited_s * NS)
+    request.state = RequestState.WAITING
     return request
 
 
@@ -26,32 +27,44 @@ def test_the_table_makes_every_policy() -> None:
 
 def test_a_tier_is_worth_one_patience_of_waiting() -> None:
     policy = Aging(patience_s=10)
-    low = policy.waiting_key(waiting(Priority.LOW, 0))
-    assert policy.waiting_key(waiting(Priority.HIGH, 19.999)) < low
-    assert policy.waiting_key(waiting(Priority.HIGH, 20.001)) > low
-    assert policy.waiting_key(waiting(Priority.NORMAL, 9.999)) < low
-    assert policy.waiting_key(waiting(Priority.NORMAL, 10.001)) > low
+    low = policy.key(waiting(Priority.LOW, 0))
+    assert policy.key(waiting(Priority.HIGH, 19.999)) < low
+    assert policy.key(waiting(Priority.HIGH, 20.001)) > low
+    assert policy.key(waiting(Priority.NORMAL, 9.999)) < low
+    assert policy.key(waiting(Priority.NORMAL, 10.001)) > low
 
 
 def test_earlier_waits_count_and_time_spent_running_does_not() -> None:
     policy = Aging(patience_s=10)
-    fresh = policy.waiting_key(waiting(Priority.LOW, 100))
-    requeued = policy.waiting_key(waiting(Priority.LOW, 100, waited_s=7))
+    fresh = policy.key(waiting(Priority.LOW, 100))
+    requeued = policy.key(waiting(Priority.LOW, 100, waited_s=7))
     assert fresh - requeued == 7 * NS
 
 
-def test_a_running_request_does_not_age() -> None:
+def test_urgency_rises_by_a_tier_for_each_patience_waited_and_stands_still_while_running() -> None:
     policy = Aging(patience_s=10)
-    low = waiting(Priority.LOW, 0, waited_s=3)
-    for now_s in (0, 50, 5000):
-        key = policy.running_rank(low) + policy.drift_ns(now_s * NS)
-        assert key == (now_s + 20 - 3) * NS
+    low = waiting(Priority.LOW, 0)
+    assert [policy.urgency(low, now_s * NS) for now_s in (0, 9, 10, 19, 20, 35)] == [2, 2, 1, 1, 0, -1]
+    low.waited_ns = 12 * NS
+    low.state = RequestState.RUNNING
+    assert [policy.urgency(low, now_s * NS) for now_s in (12, 50, 5000)] == [1, 1, 1]
+
+
+def test_only_a_higher_tier_that_is_more_urgent_too_may_preempt() -> None:
+    policy = Aging(patience_s=10)
+    running = waiting(Priority.LOW, 0)
+    for waited_tiers, may in ((0, True), (1, True), (2, False)):
+        running.urgency = Priority.LOW - waited_tiers
+        assert policy.may_preempt(waiting(Priority.HIGH, 100), running, 100 * NS) == may
+    running.urgency = 2
+    assert not policy.may_preempt(waiting(Priority.LOW, 0), running, 100 * NS)  # aged, but of the same tier
+    assert Aging(patience_s=0).urgency(waiting(Priority.LOW, 0), NS) == 0
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
     policy = Fcfs()
-    assert policy.waiting_key(waiting(Priority.LOW, 1)) < policy.waiting_key(waiting(Priority.HIGH, 2))
-    assert not policy.may_preempt(Priority.HIGH, Priority.LOW)
+    assert policy.key(waiting(Priority.LOW, 1)) < policy.key(waiting(Priority.HIGH, 2))
+    assert not policy.may_preempt(waiting(Priority.HIGH, 1), waiting(Priority.LOW, 2), NS)
     assert policy.overtake_window_s(Priority.LOW, Priority.HIGH) == 0
 
 
@@ -73,6 +86,19 @@ def test_an_impossible_patience_is_refused(patience_s: float) -> None:
 )
 def test_the_bound_is_a_function_one_can_call(behind: Priority, ahead: Priority, window_s: float) -> None:
     assert Aging(patience_s=10).overtake_window_s(behind, ahead) == window_s
+
+
+def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
+    """Prompts share the budget in the order of their keys, and a running one keeps its key."""
+    rig = Rig(num_blocks=4000, max_seqs=64, max_step_tokens=128, max_chunk_tokens=64)
+    long = rig.add(0, range(2_000), max_tokens=1)
+    steps = 0
+    while long.finish_reason is None:
+        steps += 1
+        rig.now_ns += NS // 10
+        rig.add(steps, [steps] * 100, max_tokens=1)  # more work than one step can do, for ever
+        rig.step()
+    assert steps == -(-2_000 // 64)
 
 
 def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> None:
@@ -133,6 +159,6 @@ def test_a_preempted_request_keeps_the_age_it_earned() -> None:
     rig.step()
     assert low.num_preemptions == 1
     late = rig.add(4, [7, 8], priority=Priority.LOW, max_tokens=1)
-    assert rig.scheduler.policy.waiting_key(low) == rig.now_ns + (20 - 6) * NS
+    assert rig.scheduler.policy.key(low) == rig.now_ns + (20 - 6) * NS
     assert rig.scheduler.waiting.head() is low
     assert late in rig.scheduler.waiting

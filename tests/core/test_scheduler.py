@@ -166,6 +166,7 @@ def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
     siblings = [rig.add(request_id, prompt, max_tokens=4) for request_id in range(8)]
     computed = 0
     while rig.scheduler.has_work:
+        rig.now_ns += NS // 10
         computed += rig.step().num_tokens
     assert computed == 1000 + 7 * 1 + 8 * 3  # one prefill, one token for each sibling, and the decodes
     assert len(rig.happened(PrefixWaited)) == 7

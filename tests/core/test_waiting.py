@@ -29,7 +29,7 @@ def test_order_is_the_policy_key_then_arrival_through_any_cancels() -> None:
     while (head := queue.head()) is not None:
         popped.append(head)
         queue.remove(head)
-    assert popped == sorted(alive, key=lambda r: (policy.waiting_key(r), r.sequence))
+    assert popped == sorted(alive, key=lambda r: (policy.key(r), r.sequence))
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 

@@ -67,7 +67,7 @@ MUTANTS = (
         "age lost on re-queue",
         "core/planner.py",
         "        victim.enqueued_ns = step.now_ns\n",
-        "        victim.enqueued_ns = step.now_ns\n        victim.waited_ns = 0\n",
+        "        victim.enqueued_ns = step.now_ns\n        victim.earlier_waits_ns = 0\n",
     ),
     _mutant("age earned while running", "core/planner.py", "        victim.enqueued_ns = step.now_ns\n", ""),
     _mutant(

@@ -50,7 +50,9 @@ class Book:
     expected_reason: FinishReason
     arrived_ns: int
     wait_start_ns: int
-    waited_ns: int = 0
+    waited_ns: int = 0  # in waits that are over
+    key: tuple[int, int] = (0, 0)  # by which it is admitted
+    urgency: int = 0  # of a running request
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
     is_closed: bool = False
@@ -131,6 +133,8 @@ class World:
         self.next_id = 1
         self.num_events = 0
         self._started: dict[int, int] = {}  # admitted in the present plan -> tokens found in the cache
+        self._admitted: set[int] = set()  # in the present plan
+        self._has_preempted = False  # in the present plan
         self._done: dict[bytes, int] = {cache.tree.root(salt): 0 for salt in SALTS}
         self._depth: dict[bytes, int] = {}  # position -> tokens before it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
@@ -288,7 +292,9 @@ class World:
             if token in sampling.stop_token_ids and count > sampling.min_tokens:
                 tokens, reason = tokens[:count], FinishReason.STOP
                 break
-        self.books[request.request_id] = Book(request, prompt, tokens, reason, self.now_ns, self.now_ns)
+        book = Book(request, prompt, tokens, reason, self.now_ns, self.now_ns)
+        self.books[request.request_id] = book
+        self._enqueue(book)
 
     def _new_id(self) -> int:
         self.next_id += 1
@@ -348,6 +354,8 @@ class World:
         """Schedule N+1, forward N+1, collect and commit N, sample N+1; or all of one step at once."""
         decodes = self._decodes()
         self._started = {}
+        self._admitted = set()
+        self._has_preempted = False
         self.now_ns = max(self.now_ns, self.clock_ns)
         plan = self.scheduler.schedule(self.clock_ns)
         self._check_plan(plan, decodes)
@@ -399,14 +407,22 @@ class World:
             seen.add(book.prefix)
             book.num_seen += 1
 
-    def _key(self, book: Book, *, is_running: bool) -> tuple[int, int]:
-        """The policy's key by the world's own account of who waited how long."""
-        request = book.request
-        if self.setup.patience_s is None:
-            return (book.arrived_ns, request.sequence)
-        tier = request.priority * round(self.setup.patience_s * NS_PER_S)
-        since = self.now_ns if is_running else book.wait_start_ns
-        return (since - book.waited_ns + tier, request.sequence)
+    def _enqueue(self, book: Book) -> None:
+        """Begin a wait, by the world's own account of who waited how long."""
+        book.wait_start_ns = self.now_ns
+        request, patience_s = book.request, self.setup.patience_s
+        key = book.arrived_ns
+        if patience_s is not None:
+            key = self.now_ns - book.waited_ns + request.priority * round(patience_s * NS_PER_S)
+        book.key = (key, request.sequence)
+
+    def _urgency(self, book: Book) -> int:
+        """Of a request that waits until now."""
+        patience_s = self.setup.patience_s
+        if not patience_s:
+            return 0
+        waited_ns = book.waited_ns + self.now_ns - book.wait_start_ns
+        return book.request.priority - waited_ns // round(patience_s * NS_PER_S)
 
     def _observe(self, event: Event) -> None:
         match event:
@@ -447,10 +463,9 @@ class World:
 
     def _on_admitted(self, event: Admitted) -> None:
         book = self.books[event.request_id]
-        key = self._key(book, is_running=False)
         for other in self.scheduler.waiting:
             rival = self.books[other.request_id]
-            if self._key(rival, is_running=False) < key:
+            if rival.key < book.key:
                 raise WorldFailure(f"{book.request!r} was admitted before {other!r}, who is ahead")
             if not rival.was_admitted and not book.was_admitted:
                 window = self.policy.overtake_window_s(other.priority, book.request.priority)
@@ -458,20 +473,21 @@ class World:
                 self._require(late_ns <= window * NS_PER_S, f"{other!r} was overtaken beyond the starvation bound")
         for rival in self.books.values():
             is_skipped = rival.request.state is RequestState.WAITING and rival.request not in self.scheduler.waiting
-            if is_skipped and self._key(rival, is_running=False) < key and not self._awaits_prefix(rival):
+            # An owner preempted in this very step leaves its waiters skipped until the next.
+            if is_skipped and not self._has_preempted and rival.key < book.key and not self._awaits_prefix(rival):
                 raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
+        book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
         self._require(event.waited_ns == book.waited_ns, f"{book.request!r} reports a wrong age")
         book.was_admitted = True
+        self._admitted.add(event.request_id)
         self.counts["resumed"] += event.is_resumed
 
     def _awaits_prefix(self, book: Book) -> bool:
         """Whether a running request ahead of this one is still to compute a block of their common prefix."""
         size = self.setup.block_size
         for owner in self.scheduler.running:
-            if owner.salt != book.request.salt or self._key(self.books[owner.request_id], is_running=True) > self._key(
-                book, is_running=False
-            ):
+            if owner.salt != book.request.salt or self.books[owner.request_id].key > book.key:
                 continue
             if owner is book.request.parent:
                 return True
@@ -487,14 +503,18 @@ class World:
     def _on_preempted(self, event: Preempted) -> None:
         victim, winner = self.books[event.request_id], self.books[event.by_request_id]
         self.counts["preemptions"] += 1
-        is_waiting = winner.request.state is RequestState.WAITING
-        if is_waiting:
+        self._has_preempted = True
+        self._require(victim.request.request_id not in self._admitted, "preempted in the step that admitted it")
+        if winner.request.state is RequestState.WAITING:
             self.counts["preemptions by waiting"] += 1
             self._require(winner.request.priority < victim.request.priority, "preempted within a tier")
-        if victim is not winner:
-            keys = self._key(winner, is_running=not is_waiting), self._key(victim, is_running=True)
-            self._require(keys[0] < keys[1], f"{winner.request!r} preempted {victim.request!r}, who is ahead")
-        victim.wait_start_ns = self.now_ns
+            self._require(
+                self._urgency(winner) < victim.urgency, f"{winner.request!r} is not more urgent than its victim"
+            )
+        elif victim is not winner:
+            order = [(book.urgency, book.request.sequence) for book in (winner, victim)]
+            self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, who is ahead")
+        self._enqueue(victim)
 
     # Checks
 
