@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from quire.backends.base import Capacity, TokenMasks
 from quire.core.request import SamplingParams
-from quire.core.step import BlockCopy, SeqSlice, StepPlan, StepResult
+from quire.core.step import SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
 
 POISON = -1  # what memory nobody has written yet contains; digests are never negative
@@ -78,10 +79,17 @@ def run_alone(
     return history[len(prompt) :]
 
 
-class FakeRunner:
-    """Runs plans eagerly, in `forward`, or as late as `collect`: an eager fake would hide every race.
+class _Logits(NamedTuple):
+    """What a forward pass leaves for the sampler."""
 
-    Does copies in random order and poisons what a slice is about to write. Refuses plans that break the contract.
+    context: int
+    last_token: int
+
+
+class FakeRunner:
+    """Runs plans eagerly, in `forward` and `sample`, or as late as `collect`: an eager fake would hide every race.
+
+    Does copies in random order and poisons all that a slice has not written yet. Refuses plans that break the contract.
     """
 
     def __init__(self, capacity: Capacity, *, is_late: bool = False, seed: int = 0) -> None:
@@ -90,54 +98,50 @@ class FakeRunner:
         self._random = Random(seed)
         self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
         self._last_sample: list[int | None] = [None] * capacity.max_seqs
-        self._steps: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # enqueued, not executed
-        self._results: deque[StepResult] = deque()  # executed, not collected
-        self._unsampled: StepPlan | None = None
+        self._forwarded: tuple[StepPlan, list[_Logits] | None] | None = None  # not sampled yet
+        self._late: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # not executed yet
+        self._results: deque[StepResult] = deque()  # not collected yet
 
     def capacity(self) -> Capacity:
         return self._capacity
 
     def forward(self, plan: StepPlan) -> None:
-        if self._unsampled is not None:
+        if self._forwarded is not None:
             raise InvariantViolation("forward before the last step was sampled")
         self._check(plan)
-        self._unsampled = plan
+        self._forwarded = plan, None if self._is_late else self._run(plan)
 
     def sample(self, masks: TokenMasks | None) -> None:
-        if self._unsampled is None:
+        if self._forwarded is None:
             raise InvariantViolation("sample without a forward pass")
-        self._steps.append((self._unsampled, masks))
-        self._unsampled = None
-        if not self._is_late:
-            self._results.append(self._execute(*self._steps.popleft()))
+        plan, logits = self._forwarded
+        self._forwarded = None
+        if logits is None:
+            self._late.append((plan, masks))
+        else:
+            self._results.append(self._choose(plan, logits, masks))
 
     def collect(self) -> StepResult:
-        if self._is_late:
-            if not self._steps:
-                raise InvariantViolation("collect with no step in flight")
-            return self._execute(*self._steps.popleft())
+        if self._late:
+            plan, masks = self._late.popleft()
+            return self._choose(plan, self._run(plan), masks)
         if not self._results:
             raise InvariantViolation("collect with no step in flight")
         return self._results.popleft()
 
     def close(self) -> None:
-        self._steps.clear()
+        self._late.clear()
         self._results.clear()
 
-    def _execute(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
+    def _run(self, plan: StepPlan) -> list[_Logits]:
         for slot in plan.released:
             self._last_sample[slot] = None
-        self._copy(plan.copies)
-        return StepResult(tuple(self._compute(piece, masks) for piece in plan.slices))
-
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        for copy in self._random.sample(copies, len(copies)):
+        for copy in self._random.sample(plan.copies, len(plan.copies)):
             self.memory[copy.destination][:] = self.memory[copy.source]
+        return [self._compute(piece) for piece in plan.slices]
 
-    def _compute(self, piece: SeqSlice, masks: TokenMasks | None) -> tuple[int, ...]:
-        size = self._capacity.block_size
-        end = piece.start + piece.length
-        table = piece.block_table[: -(-end // size)]
+    def _compute(self, piece: SeqSlice) -> _Logits:
+        size, table = self._capacity.block_size, piece.block_table
         tokens = piece.tokens or (self._own_sample(piece.slot),)
         for index in range(piece.start // size, len(table)):
             first = max(piece.start - index * size, 0)
@@ -149,16 +153,24 @@ class FakeRunner:
             entry = fold.entry(token, position)
             self.memory[table[position // size]][position % size] = entry
             fold.read((entry,))
-        if not piece.wants_token:
-            return ()
-        history = [*piece.history[:end]]
-        if len(history) < end:
-            history.append(tokens[-1])
-        token = choose_token(fold.value(), piece.sampling, history, self._capacity.vocab_size)
-        if masks is not None and piece.slot in masks:
-            token = self._next_allowed(token, masks[piece.slot])
-        self._last_sample[piece.slot] = token
-        return (token,)
+        return _Logits(fold.value(), tokens[-1])
+
+    def _choose(self, plan: StepPlan, logits: list[_Logits], masks: TokenMasks | None) -> StepResult:
+        samples: list[tuple[int, ...]] = []
+        for piece, (context, last_token) in zip(plan.slices, logits, strict=True):
+            if not piece.wants_token:
+                samples.append(())
+                continue
+            end = piece.start + piece.length
+            history = [*piece.history[:end]]
+            if len(history) < end:
+                history.append(last_token)  # the scheduler did not know it when it made the plan
+            token = choose_token(context, piece.sampling, history, self._capacity.vocab_size)
+            if masks is not None and piece.slot in masks:
+                token = self._next_allowed(token, masks[piece.slot])
+            self._last_sample[piece.slot] = token
+            samples.append((token,))
+        return StepResult(tuple(samples))
 
     def _own_sample(self, slot: int) -> int:
         token = self._last_sample[slot]

@@ -33,13 +33,33 @@ def check_scheduler(scheduler: Scheduler, salts: Iterable[str] | None = None) ->
         holders.update(block.block_id for block in pin.blocks)
     check_cache(cache, holders, salts)
 
+    _check_running_set(scheduler)
+    for request in waiting:
+        if request.state is not RequestState.WAITING or request.slot is not None or request.block_table:
+            _fail(f"{request!r} waits but is not idle")
+        if request.num_computed or request.num_planned or request.num_in_flight or request.num_published:
+            _fail(f"{request!r} waits but has counts of a running request")
+    if waiting.num_tokens != sum(len(request.tokens) for request in waiting):
+        _fail(f"the queue counts {waiting.num_tokens} tokens")
+    alive = [request.request_id for request in running] + [request.request_id for request in waiting]
+    if sorted(alive) != sorted(scheduler.alive) or len(set(alive)) != len(alive):
+        _fail(f"requests are not each running or waiting: {sorted(alive)} against {sorted(scheduler.alive)}")
+
+
+def _check_running_set(scheduler: Scheduler) -> None:
+    cache, running = scheduler.cache, scheduler.running
+    promised = Counter(
+        (piece.request_id, piece.epoch) for plan in scheduler.in_flight for piece in plan.slices if piece.wants_token
+    )
     slots = list(running.free_slots)
-    writers: Counter[int] = Counter()
+    writers: list[int] = []
     for request in running:
         _check_running(request, cache)
+        if request.num_in_flight != promised[request.request_id, request.epoch]:
+            _fail(f"{request!r} has samples in flight that are not its own")
         assert request.slot is not None
         slots.append(request.slot)
-        writers.update(request.block_table[request.num_computed // cache.block_size :])
+        writers += request.block_table[request.num_computed // cache.block_size :]
     tables = Counter(block_id for request in running for block_id in request.block_table)
     for block_id in writers:
         if tables[block_id] != 1:
@@ -49,12 +69,6 @@ def check_scheduler(scheduler: Scheduler, salts: Iterable[str] | None = None) ->
     order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):
         _fail(f"running requests are out of order: {order}")
-    for request in waiting:
-        if request.state is not RequestState.WAITING or request.slot is not None or request.block_table:
-            _fail(f"{request!r} waits but is not idle")
-    alive = [request.request_id for request in running] + [request.request_id for request in waiting]
-    if sorted(alive) != sorted(scheduler.alive) or len(set(alive)) != len(alive):
-        _fail(f"requests are not each running or waiting: {sorted(alive)} against {sorted(scheduler.alive)}")
 
 
 def check_cache(cache: KVCacheManager, holders: Counter[int], salts: Iterable[str] | None = None) -> None:
@@ -82,13 +96,16 @@ def check_cache(cache: KVCacheManager, holders: Counter[int], salts: Iterable[st
     stats = pool.stats()
     if (stats.num_cached, stats.num_shared) != (num_cached, num_shared):
         _fail(f"{stats} counts wrong: cached {num_cached}, shared {num_shared}")
-    if cache.pins.num_blocks > cache.pins.max_blocks:
+    pinned = {block.block_id for pin in cache.pins for block in pin.blocks}
+    if cache.pins.num_blocks != len(pinned) or len(pinned) > cache.pins.max_blocks:
         _fail(f"pins hold {cache.pins.num_blocks} blocks of at most {cache.pins.max_blocks}")
     _check_tree(tree, sum(block.parent_key is not None for block in pool.blocks), roots)
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
     num_bytes = tree.block_size * 4
+    if block.ref_count == 0 and tree.is_redundant(block):
+        _fail(f"{block!r} is free and remembered though its content stands elsewhere")
     assert block.parent_key is not None
     if block.key is None:
         if not 0 < len(block.tokens) < num_bytes:

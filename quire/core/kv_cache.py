@@ -5,16 +5,24 @@ Knows requests, counts and blocks. Knows nothing of order, slots or budgets.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from quire.core.block import BLOCK_SIZE, check_block_size
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.pins import PinBoard
 from quire.core.pool import BlockPool, PoolStats
-from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, TokenChain
-from quire.core.request import Request
+from quire.core.prefix import (
+    NO_HIT,
+    CacheExplanation,
+    Digest,
+    PrefixHit,
+    PrefixTree,
+    StopReason,
+    TokenChain,
+    hash_block_tokens,
+)
+from quire.core.request import Request, check_salt, check_tokens
 from quire.core.step import BlockCopy
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -25,8 +33,9 @@ class CacheStats(PoolStats):
 
     num_pins: int
     num_pinned: int  # blocks
-    num_queried_tokens: int  # that admissions looked for
+    num_queried_tokens: int  # that first admissions looked for
     num_hit_tokens: int  # that they found
+    num_recovered_tokens: int  # that preempted requests found again
     num_partial_hits: int  # tails copied
     num_adoptions: int  # tails continued in place
     num_twins: int  # blocks filled with content that was there already
@@ -45,16 +54,18 @@ class KVCacheManager:
         *,
         secret: bytes = b"",
         is_caching: bool = True,
+        digest: Digest = hash_block_tokens,
         observe: Observer = ignore,
     ) -> None:
         self.block_size = check_block_size(block_size)
         self.is_caching = is_caching
-        self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks)
+        self.tree = PrefixTree(block_size, secret=secret, max_ghosts=num_blocks, digest=digest)
         self.pool = BlockPool(num_blocks, self.tree, observe)
         self.pins = PinBoard(self.pool, observe)
         self._observe = observe
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._num_recovered_tokens = 0
         self._num_partial_hits = 0
         self._num_adoptions = 0
 
@@ -72,9 +83,12 @@ class KVCacheManager:
 
     def match(self, request: Request) -> PrefixHit:
         """What the cache has of this request's context, less the last token: that one must be computed."""
-        if not self.is_caching or request.sampling.prompt_logprobs is not None:
+        if not self._is_searched(request):
             return NO_HIT
         return self.tree.match(self.chain(request), len(request.tokens) - 1)
+
+    def _is_searched(self, request: Request) -> bool:
+        return self.is_caching and request.sampling.prompt_logprobs is None
 
     def fork(self, parent: Request, child: Request) -> PrefixHit:
         """What `parent` has computed of `child`'s context, as a hit on its own blocks: no tree needed, none evicted.
@@ -99,11 +113,6 @@ class KVCacheManager:
             num_revived += not hit.tail.ref_count
         return num_new + num_revived - len(self.pool.free)
 
-    def freed_by(self, requests: Iterable[Request]) -> set[int]:
-        """The blocks that would be free if all of these were released."""
-        holders = Counter(block_id for request in requests for block_id in request.block_table)
-        return {block_id for block_id, count in holders.items() if self.pool.blocks[block_id].ref_count == count}
-
     def check_fits(self, num_prompt_tokens: int, max_context: int) -> None:
         """Refuse what can never run, however empty the pool is."""
         if num_prompt_tokens + 1 > max_context:
@@ -112,8 +121,11 @@ class KVCacheManager:
                 f" (the KV pool holds {self.pool.num_usable} blocks of {self.block_size} = {self.max_context} tokens)"
             )
 
-    def explain(self, request: Request, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
-        return self.tree.explain(self.chain(request), len(request.tokens) - 1, is_in_flight)
+    def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
+        """Why this hit of the request's goes no further."""
+        if not self._is_searched(request) and not hit.is_fork:
+            return CacheExplanation(0, 0, 0, StopReason.OFF)
+        return self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -122,6 +134,7 @@ class KVCacheManager:
             num_pinned=self.pins.num_blocks,
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
+            num_recovered_tokens=self._num_recovered_tokens,
             num_partial_hits=self._num_partial_hits,
             num_adoptions=self._num_adoptions,
             num_twins=self.tree.num_twins,
@@ -203,6 +216,8 @@ class KVCacheManager:
 
     def pin(self, pin_id: str, tokens: list[int], salt: str, expires_ns: int) -> int:
         """Keep the cached full blocks of this prefix until then. Returns how many tokens that is."""
+        check_tokens("tokens", tokens)
+        check_salt(salt)
         hit = self.tree.match(self.tree.chain(tokens, salt), len(tokens))
         return self.pins.pin(pin_id, hit.blocks, expires_ns) * self.block_size
 
@@ -219,10 +234,13 @@ class KVCacheManager:
         return parent.key is not None and parent.key == self.chain(request).key(index - 1)
 
     def _record(self, request: Request, hit: PrefixHit) -> None:
-        self._num_queried_tokens += len(request.tokens) - 1
+        if request.num_preemptions:
+            self._num_recovered_tokens += hit.num_tokens
+        else:
+            self._num_queried_tokens += len(request.tokens) - 1
+            self._num_hit_tokens += hit.num_tokens
         if not hit.num_tokens:
             return
-        self._num_hit_tokens += hit.num_tokens
         self._num_adoptions += hit.is_adoptable
         self._num_partial_hits += hit.tail is not None and not hit.is_adoptable
         self._observe(

@@ -10,6 +10,9 @@ from quire.core.block import KVCacheBlock
 from quire.core.events import Observer, PinYielded, ignore
 from quire.core.pool import BlockPool
 
+MAX_PINS = 1024
+NEVER_NS = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
@@ -18,14 +21,14 @@ class Pin:
 
 
 class PinBoard:
-    """Pins by name, oldest first. Together they hold at most half the pool."""
+    """Pins by name, oldest first: at most so many, and together they hold at most half the pool."""
 
     def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
         self._pool = pool
         self._observe = observe
         self._pins: dict[str, Pin] = {}
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
-        self._earliest_ns = 0  # no pin expires before this
+        self._earliest_ns = NEVER_NS  # no pin expires before this
         self.max_blocks = pool.num_usable // 2
 
     def __len__(self) -> int:
@@ -42,13 +45,15 @@ class PinBoard:
     def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
         """Hold these blocks until then, in place of an older pin of that name. Returns how many it holds.
 
-        Older pins yield to a new one; what exceeds half the pool is cut from the end.
+        Older pins yield to a new one; what exceeds half the pool is cut from the end. Nothing to hold, no pin.
         """
         blocks = blocks[: self.max_blocks]
         self._pool.share(blocks)  # before the old pin lets go of them
         self.unpin(pin_id)
         new = [block for block in blocks if block.block_id not in self._holders]
-        while self._pins and len(self._holders) + len(new) > self.max_blocks:
+        if not blocks:
+            return 0
+        while self._pins and (len(self._holders) + len(new) > self.max_blocks or len(self._pins) >= MAX_PINS):
             self.yield_oldest()
             new = [block for block in blocks if block.block_id not in self._holders]
         self._pins[pin_id] = Pin(blocks, expires_ns)
@@ -82,7 +87,7 @@ class PinBoard:
             return
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.expires_ns <= now_ns]:
             self.unpin(pin_id)
-        self._earliest_ns = min((pin.expires_ns for pin in self._pins.values()), default=0)
+        self._earliest_ns = min((pin.expires_ns for pin in self._pins.values()), default=NEVER_NS)
 
     def clear(self) -> None:
         for pin_id in list(self._pins):

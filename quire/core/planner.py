@@ -7,21 +7,31 @@ gets the blocks for the next token; victims are taken from the back, so nobody w
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from operator import itemgetter
+from typing import NamedTuple
 
 from quire.core.events import Admitted, Observer, Preempted, PrefixWaited, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Policy
-from quire.core.prefix import PrefixHit
+from quire.core.prefix import CacheExplanation, PrefixHit
 from quire.core.request import Request, RequestState
 from quire.core.running import RunningSet
 from quire.core.step import BlockCopy, SeqSlice
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
-MAX_PREFIX_WAITERS = 256  # stepped over in one pass, so that a crowd of siblings cannot make a step slow
+MAX_PREFIX_WAITERS = 1024  # stepped over in one pass, at a few microseconds each; beyond it nobody is admitted
 
 _Key = tuple[int, int]  # the policy's key, then order of arrival
+
+
+class _Way(NamedTuple):
+    """What has to go for an admission."""
+
+    num_pins: int
+    victims: list[Request]
 
 
 class StepDraft:
@@ -88,6 +98,20 @@ class Planner:
             if self._plan(step, running[index]):
                 index += 1
         return step
+
+    def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
+        """Why this hit goes no further; what others are computing at this moment counts as in flight."""
+        chain, size = self._cache.chain(request), self._cache.block_size
+
+        def is_in_flight(number: int) -> bool:
+            return any(
+                owner.num_computed // size <= number < len(owner.tokens) // size
+                and owner is not request
+                and self._cache.chain(owner).key(number) == chain.key(number)
+                for owner in self._running
+            )
+
+        return self._cache.explain(request, hit, is_in_flight)
 
     # Prompts: those being computed and those that wait, merged by key
 
@@ -231,15 +255,15 @@ class Planner:
             victims = [running for running in self._running if may_preempt(request, running, now_ns)]
             if self._running and not victims:
                 return False
-            if missing > 0 and self._cache.pins.yield_oldest():
-                continue
-            if not victims:
-                if not step.has_in_flight:
+            way = self._find_way(hit, missing, victims)
+            if way is None:
+                if not self._running and not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
-                return False  # copies in flight hold the rest
-            if missing - len(victims) > self._num_freed(victims, hit):
-                return False  # preempting all of them would not be enough: leave them alone
-            self._preempt(step, victims[-1], request)
+                return False  # all that may go would not be enough: leave it alone
+            for _ in range(way.num_pins):
+                self._cache.pins.yield_oldest()
+            for victim in way.victims:
+                self._preempt(step, victim, request)
 
     def _find_room(self, request: Request) -> tuple[PrefixHit, int]:
         """What the cache has for a request, and how many blocks are missing for the rest."""
@@ -251,9 +275,30 @@ class Planner:
             missing = self._cache.shortage(request, upto, hit) + spare
         return hit, missing
 
-    def _num_freed(self, victims: list[Request], hit: PrefixHit) -> int:
-        """Blocks beside the hit's own that would be free without these requests."""
-        return len(self._cache.freed_by(victims) - {block.block_id for block in hit.blocks})
+    def _find_way(self, hit: PrefixHit, missing: int, victims: list[Request]) -> _Way | None:
+        """The fewest pins, and then the fewest victims from the back, without which an admission fits."""
+        blocks = self._cache.pool.blocks
+        kept = {block.block_id for block in hit.blocks}  # freed or not, these are the request's own
+        holders: Counter[int] = Counter()
+
+        def count_freed(block_ids: Iterable[int]) -> int:
+            holders.update(block_ids)
+            return sum(holders[block] == blocks[block].ref_count and block not in kept for block in block_ids)
+
+        num_pins = 0
+        for pin in self._cache.pins:
+            if missing <= 0:
+                break
+            missing -= count_freed([block.block_id for block in pin.blocks])
+            num_pins += 1
+        chosen: list[Request] = []
+        for victim in reversed(victims):
+            if missing <= 0 and (chosen or self._running.has_free_slot):
+                break
+            missing -= count_freed(victim.block_table) + 1  # and the block it need not be left
+            chosen.append(victim)
+        is_enough = missing <= 0 and (chosen or self._running.has_free_slot)
+        return _Way(num_pins, chosen) if is_enough else None
 
     def _find_hit(self, request: Request) -> PrefixHit:
         hit = self._cache.match(request)
@@ -264,6 +309,8 @@ class Planner:
         return hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
+        if not request.num_preemptions:
+            request.cache_explanation = self.explain(request, hit)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
         self._waiting.remove(request)
         request.urgency = self._policy.urgency(request, step.now_ns)

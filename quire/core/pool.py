@@ -92,6 +92,8 @@ class BlockPool:
             if block.ref_count == 1:
                 self._num_shared -= 1
             elif block.ref_count == 0:
+                if block.parent_key is not None and self._tree.is_redundant(block):
+                    self._tree.remove(block)  # a twin keeps the position; one copy is enough to remember
                 if block.parent_key is None:
                     self.free.prepend(block)
                 else:

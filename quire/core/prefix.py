@@ -117,10 +117,11 @@ class StopReason(StrEnum):
 
     COMPLETE = "complete"  # all that may be reused is
     DIVERGED = "diverged"  # something else is cached from this token on
-    EVICTED = "evicted"  # it was here, and was taken for newer content
+    EVICTED = "evicted"  # a full block was here, and was taken for newer content
     TOO_SHORT = "too_short"  # the rest does not fill a block, and no cached tail begins with it
     IN_FLIGHT = "in_flight"  # a running request is computing it now
     NOT_FOUND = "not_found"  # nothing cached goes on from here
+    OFF = "off"  # the cache is switched off, or the request needs every prompt position computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +134,14 @@ class CacheExplanation:
 
 class Inserted(NamedTuple):
     is_published: bool
-    superseded: KVCacheBlock | None  # a free tail that the new content contains: no longer in the tree
+    superseded: KVCacheBlock | None  # a free block whose content the new one has too: no longer in the tree
 
 
 class PrefixTree:
     """A tree whose nodes are the pool's own blocks.
 
     Two requests may fill identical blocks at the same time. Both are kept, because block tables are append-only: the
-    first stands in the index, the others are its twins, and when it is taken a twin takes its place. The position dies
+    first stands in the index, the others are its twins, and when it leaves a twin takes its place. The position dies
     with its last twin. Full blocks are found by chain key; a partial tail, or the matching part of a full block, by
     bisection among the sorted children of the position before it.
     """
@@ -185,7 +186,7 @@ class PrefixTree:
             block = index.get(key)
             if block is None or block.parent_key != parent or block.tokens != tokens:
                 break  # a key that is there with other tokens is a collision, and a miss
-            blocks.append(block if block.ref_count or not block.twins else _held_twin(block))
+            blocks.append(block)
             parent = key
         start = len(blocks) * self.block_size
         tail, run = self._longest_run(parent, chain.run(start, min(limit, start + self.block_size)))
@@ -194,12 +195,13 @@ class PrefixTree:
         is_adoptable = tail.key is None and tail.ref_count == 0 and run * _TOKEN_BYTES == len(tail.tokens)
         return PrefixHit(tuple(blocks), tail, run, is_adoptable, start + run)
 
-    def explain(self, chain: TokenChain, limit: int, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
-        """What `match` finds and why it stops. Sees only what lies under the chain's own salt.
+    def explain(
+        self, chain: TokenChain, limit: int, hit: PrefixHit, is_in_flight: Callable[[int], bool]
+    ) -> CacheExplanation:
+        """Why a hit goes no further. Sees only what lies under the chain's own salt.
 
         `is_in_flight` is asked whether someone is computing full block number i of this chain.
         """
-        hit = self.match(chain, limit)
         num_blocks = len(hit.blocks)
         wants_block = limit >= (num_blocks + 1) * self.block_size
         parent = chain.parent_key(num_blocks)
@@ -234,6 +236,10 @@ class PrefixTree:
         whole = children.get(wanted[: longest * _TOKEN_BYTES]) if longest else None
         return (whole if whole is not None and whole.ref_count == 0 else best), longest
 
+    def is_redundant(self, block: KVCacheBlock) -> bool:
+        """Whether the tree has the content of this published block in another block too."""
+        return block.key is not None and (bool(block.twins) or self._index[block.key] is not block)
+
     # Changes; the pool calls these
 
     def insert(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> Inserted:
@@ -247,7 +253,10 @@ class PrefixTree:
                 standing.twins = []
             standing.twins.append(block)
             self.num_twins += 1
-            return Inserted(True, None)
+            if standing.ref_count:
+                return Inserted(True, None)
+            self._stand_in(standing, key)
+            return Inserted(True, standing)  # nobody holds it, and one copy is enough to remember
         children = self._children.get(parent_key)
         superseded = None
         if children is None:
@@ -329,6 +338,7 @@ class PrefixTree:
             for block in self._children.pop(dying.pop(), ()):
                 if block.key is not None:
                     del self._index[block.key]
+                    self.remember(block.key)
                     dying.append(block.key)
                 for member in (block, *(block.twins or ())):
                     self._unpublish(member)
@@ -339,8 +349,3 @@ class PrefixTree:
     def _unpublish(block: KVCacheBlock) -> None:
         block.key = block.parent_key = block.twins = None
         block.tokens = b""
-
-
-def _held_twin(block: KVCacheBlock) -> KVCacheBlock:
-    """A twin in use, if there is one: sharing it takes nothing from the free list."""
-    return next((twin for twin in block.twins or () if twin.ref_count), block)

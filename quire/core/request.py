@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from quire.core.prefix import TokenChain
+    from quire.core.prefix import CacheExplanation, TokenChain
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
+MAX_SALT = 256
 
 
 class Priority(IntEnum):
@@ -60,25 +61,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        _whole("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _in_range("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
-        _in_range("sample_index", self.sample_index, 0, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID)
+        _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        _whole("sample_index", self.sample_index, 0, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID)
         if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
+            _whole("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
-                _in_range(name, count, 0, MAX_TOKEN_ID)
+                _whole(name, count, 0, MAX_TOKEN_ID)
+        check_tokens("logit_bias", tuple(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        _check_tokens("stop_token_ids", self.stop_token_ids)
+        check_tokens("stop_token_ids", self.stop_token_ids)
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> None:
@@ -89,7 +91,17 @@ def _in_range(name: str, value: float, low: float, high: float, *, above_low: bo
         raise InvalidRequest(f"{name} = {value!r} is not {bound} {low} and at most {high}")
 
 
-def _check_tokens(name: str, tokens: Sequence[int]) -> None:
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequest(f"{name} = {value!r} is not a whole number from {low} to {high}")
+
+
+def check_salt(salt: str) -> None:
+    if type(salt) is not str or not salt.isprintable() or len(salt) > MAX_SALT:
+        raise InvalidRequest(f"salt = {salt!r} is not a printable string of at most {MAX_SALT} characters")
+
+
+def check_tokens(name: str, tokens: Sequence[int]) -> None:
     try:
         array("I", tokens)  # a check at C speed: prompts are long
     except (TypeError, OverflowError):
@@ -98,7 +110,7 @@ def _check_tokens(name: str, tokens: Sequence[int]) -> None:
 
 
 class Request:
-    """One answer in the making. The scheduler alone changes it; everyone else reads.
+    """One answer in the making. The scheduler and what it is made of change it; everyone else reads.
 
     Token positions, as the scheduler moves through them:
 
@@ -110,6 +122,7 @@ class Request:
     __slots__ = (
         "arrived_ns",
         "block_table",
+        "cache_explanation",
         "chain",
         "earlier_waits_ns",
         "enqueued_ns",
@@ -150,9 +163,10 @@ class Request:
     ) -> None:
         if not prompt:
             raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
-        _check_tokens("prompt", prompt)
+        check_tokens("prompt", prompt)
+        check_salt(salt)
         self.request_id = request_id
-        self.tokens = list(prompt)  # all known tokens: the prompt, then what was sampled; grows at the end only
+        self.tokens = list(prompt)  # all known tokens: the prompt, then what was sampled; this list only ever grows
         self.num_prompt_tokens = len(prompt)
         self.sampling = sampling or SamplingParams()
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
@@ -181,6 +195,7 @@ class Request:
         self.num_in_flight = 0  # samples on their way
         self.num_published = 0  # leading full blocks already offered to the tree
         self.num_cached_tokens = 0  # prompt tokens the first admission found in the cache
+        self.cache_explanation: CacheExplanation | None = None  # and why not more
 
     @property
     def num_tokens(self) -> int:

@@ -43,7 +43,9 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.policy = policy
-        self.max_context = min(max_context or cache.max_context, cache.max_context)
+        if max_context is not None and max_context < 2:
+            raise InvalidRequest(f"{max_context = } is less than 2: a prompt token and one to generate")
+        self.max_context = cache.max_context if max_context is None else min(max_context, cache.max_context)
         self._observe = observe
         self._requests: dict[int, Request] = {}  # alive, by id
         self._running = RunningSet(max_seqs, cache)
@@ -90,16 +92,7 @@ class Scheduler:
 
     def explain(self, request: Request) -> CacheExplanation:
         """What the cache would give this request now, and why not more. Changes nothing."""
-        chain, size = self.cache.chain(request), self.cache.block_size
-
-        def is_in_flight(number: int) -> bool:
-            return any(
-                owner.num_computed // size <= number < len(owner.tokens) // size
-                and self.cache.chain(owner).key(number) == chain.key(number)
-                for owner in self._running
-            )
-
-        return self.cache.explain(request, is_in_flight)
+        return self._planner.explain(request, self.cache.match(request))
 
     # Requests come and go
 
@@ -109,7 +102,7 @@ class Scheduler:
             if self._is_draining:
                 raise Draining("the scheduler is draining and takes no new requests")
             if request.state is not RequestState.NEW or request.request_id in self._requests:
-                raise InvalidRequest(f"request_id = {request.request_id} has been added before")
+                raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
             self.cache.check_fits(request.num_prompt_tokens, self.max_context)
             self._waiting.check_room()
         except QuireError as error:
@@ -118,6 +111,7 @@ class Scheduler:
         self._now_ns = max(self._now_ns, now_ns)
         self._num_arrived += 1
         request.sequence = self._num_arrived
+        request.epoch = self._num_arrived << 32  # unique, even if an id is used again while old results are under way
         request.arrived_ns = request.enqueued_ns = self._now_ns
         request.state = RequestState.WAITING
         max_tokens = request.sampling.max_tokens or self.max_context
@@ -135,10 +129,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and not 0 <= num_output_tokens <= request.num_output_tokens:
             raise InvalidRequest(f"{num_output_tokens = } is more than the {request.num_output_tokens} there are")
-        if request is None or not self._end(request_id, FinishReason.STOP):
-            return False
-        del request.tokens[request.num_prompt_tokens + num_output_tokens :]
-        return True
+        return self._end(request_id, FinishReason.STOP, num_output_tokens)
 
     def drain(self) -> None:
         """Take no new requests; those that are here are served to the end (`has_work` says when)."""
@@ -197,7 +188,7 @@ class Scheduler:
             self._end(request.request_id, reason)
         return TokenUpdate(request.request_id, tokens, reason)
 
-    def _end(self, request_id: int, reason: FinishReason) -> bool:
+    def _end(self, request_id: int, reason: FinishReason, num_output_tokens: int | None = None) -> bool:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -206,6 +197,8 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             request.epoch += 1
+        if num_output_tokens is not None:  # a new list: a plan in flight reads the old one as its history
+            request.tokens = request.tokens[: request.num_prompt_tokens + num_output_tokens]
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         self._observe(

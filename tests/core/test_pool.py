@@ -137,6 +137,20 @@ def test_a_dying_position_takes_its_descendants_along_to_the_front() -> None:
     assert pool.stats().num_cached == 1
 
 
+def test_of_twins_only_the_last_to_go_is_remembered() -> None:
+    pool, tree, _ = make_pool(7)
+    first, second = pool.take(2), pool.take(2)
+    publish_chain(pool, tree, first)
+    publish_chain(pool, tree, second)
+    pool.release(first)  # the standing ones go; their twins stand in
+    assert free_ids(pool) == [1, 2, 5, 6]
+    assert not first[0].is_published
+    pool.release(second)
+    assert free_ids(pool) == [1, 2, 5, 6, 4, 3]
+    assert pool.stats().num_cached == 2
+    assert len(tree) == 2
+
+
 def test_fork_holds_its_source_until_told() -> None:
     pool, tree, _ = make_pool(6)
     taken = pool.take(1)

@@ -46,7 +46,8 @@ class Forest:
         return [block.block_id for block in hit.blocks], tail, hit.num_tokens, hit.is_adoptable
 
     def explain(self, tokens: Sequence[int], salt: str = "", pending: Sequence[int] = ()) -> tuple[int, StopReason]:
-        story = self.tree.explain(self.tree.chain(list(tokens), salt), len(tokens) - 1, pending.__contains__)
+        chain, limit = self.tree.chain(list(tokens), salt), len(tokens) - 1
+        story = self.tree.explain(chain, limit, self.tree.match(chain, limit), pending.__contains__)
         assert story.stopped_at == story.num_tokens
         return story.num_tokens, story.reason
 
@@ -188,8 +189,8 @@ def test_a_collision_is_a_miss_and_is_not_published() -> None:
 
 def test_a_twin_stands_in_and_what_follows_stays() -> None:
     forest = Forest()
-    forest.put(range(8))
-    twins = forest.put(range(4))
+    forest.put(range(8), held=True)
+    twins = forest.put(range(4), held=True)
     assert forest.match(range(8))[0] == [1, 2]
     assert forest.tree.remove(forest.blocks[0]) == []
     assert forest.match(range(8)) == ([twins[0].block_id, 2], None, 8, False)
@@ -197,8 +198,8 @@ def test_a_twin_stands_in_and_what_follows_stays() -> None:
 
 def test_a_position_dies_with_its_last_twin_and_takes_its_descendants_along() -> None:
     forest = Forest()
-    first = forest.put(range(14))
-    twin = forest.put(range(4))[0]
+    first = forest.put(range(14), held=True)
+    twin = forest.put(range(4), held=True)[0]
     forest.tree.remove(first[0])
     dropped = forest.tree.remove(twin)
     assert [block.block_id for block in dropped] == [2, 3, 4]  # the partial tail too
@@ -207,20 +208,37 @@ def test_a_position_dies_with_its_last_twin_and_takes_its_descendants_along() ->
     assert list(forest.tree.positions()) == []
 
 
+def test_a_twin_takes_the_place_of_content_nobody_holds() -> None:
+    forest = Forest()
+    old = forest.put(range(8))
+    new = forest.put(range(4), held=True)[0]
+    assert not old[0].is_published
+    assert forest.match(range(8)) == ([new.block_id, 2], None, 8, False)
+
+
 def test_removing_a_twin_leaves_the_standing_block() -> None:
     forest = Forest()
-    forest.put(range(4))
-    twin = forest.put(range(4))[0]
+    forest.put(range(4), held=True)
+    twin = forest.put(range(4), held=True)[0]
     forest.tree.remove(twin)
     assert forest.match(range(4)) == ([1], None, 4, False)
     assert not twin.is_published
 
 
-def test_a_twin_in_use_is_preferred_because_it_costs_nothing() -> None:
+def test_content_that_stands_twice_is_redundant() -> None:
     forest = Forest()
-    forest.put(range(4))
+    first = forest.put(range(6), held=True)
+    assert not any(forest.tree.is_redundant(block) for block in first)
     twin = forest.put(range(4), held=True)[0]
-    assert forest.match(range(4))[0] == [twin.block_id]
+    assert [forest.tree.is_redundant(block) for block in (first[0], twin, first[1])] == [True, True, False]
+
+
+def test_descendants_of_an_evicted_position_are_remembered_as_evicted() -> None:
+    forest = Forest()
+    first = forest.put(range(12))
+    forest.tree.remove(first[0])
+    forest.put(range(4))
+    assert forest.explain(range(13)) == (4, StopReason.EVICTED)
 
 
 def test_clear_forgets_everything() -> None:

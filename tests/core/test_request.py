@@ -17,6 +17,13 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", "1"),
         ("temperature", True),
         ("top_k", -1),
+        ("top_k", 1.5),
+        ("max_tokens", 2.5),
+        ("min_tokens", 0.5),
+        ("seed", 0.5),
+        ("logprobs", 2.5),
+        ("logit_bias", {-3: 1.0}),
+        ("logit_bias", {"x": 1.0}),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
@@ -54,6 +61,12 @@ def test_defaults_are_plain_sampling() -> None:
 def test_bad_tokens_are_refused_by_position_and_value(token: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\[2\] = .* is not a token id"):
         Request(1, [1, 2, token, 4])
+
+
+@pytest.mark.parametrize("salt", ["\ud800", "a\nb", "x" * 257, 5, None])
+def test_bad_salts_are_refused(salt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="salt = "):
+        Request(1, [1], salt=salt)
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -128,7 +128,7 @@ def test_a_stop_token_makes_the_step_behind_it_stale() -> None:
     assert update.finish_reason is FinishReason.STOP
     assert rig.scheduler.commit(second, answer(second)) == []
     assert request.output == [7]
-    assert rig.happened(StaleResultDropped) == [StaleResultDropped(1, 0)]
+    assert [event.request_id for event in rig.happened(StaleResultDropped)] == [1]
     check_scheduler(rig.scheduler)
 
 
@@ -225,6 +225,35 @@ def test_n_samples_share_the_prompt_and_draw_their_own_tokens() -> None:
         assert sample.output == run_alone(range(10), sample.sampling, 6, block_size=4, vocab_size=1000)
 
 
+def test_n_samples_wait_for_a_prompt_in_chunks() -> None:
+    rig = Rig(max_chunk_tokens=3)
+    first = rig.add(1, range(20), max_tokens=1)
+    rig.scheduler.add(first.sibling(2, 1), 0)
+    computed = 0
+    while rig.scheduler.has_work:
+        rig.now_ns += NS
+        computed += rig.step().num_tokens
+    assert computed == 20 + 1
+
+
+def test_prompt_logprobs_are_computed_in_full_even_for_a_sibling() -> None:
+    rig = Rig()
+    first = Request(1, range(10), SamplingParams(prompt_logprobs=1, max_tokens=4))
+    rig.scheduler.add(first, 0)
+    rig.step()
+    rig.scheduler.add(first.sibling(2, 1), 0)
+    assert shape(rig.step()) == [(1, 10, 1), (2, 0, 10)]
+
+
+def test_explain_knows_when_the_cache_is_off_for_a_request() -> None:
+    rig = Rig()
+    rig.add(1, range(10))
+    rig.run()
+    probe = Request(9, range(10), SamplingParams(prompt_logprobs=0))
+    assert rig.scheduler.explain(probe).reason is StopReason.OFF
+    assert rig.scheduler.explain(Request(9, range(10))).reason is StopReason.COMPLETE
+
+
 def test_a_branch_goes_on_from_a_running_answer_with_one_copy() -> None:
     rig = Rig()
     parent = rig.add(1, range(6), max_tokens=20)
@@ -248,6 +277,9 @@ def test_usage_counts_the_first_admissions_hit_exactly() -> None:
     again = rig.add(2, range(14), max_tokens=1)
     rig.run()
     assert again.num_cached_tokens == 10
+    story = again.cache_explanation
+    assert story is not None
+    assert (story.num_tokens, story.reason) == (10, StopReason.NOT_FOUND)  # as it was when it began
     assert rig.happened(Finished)[-1].num_cached_tokens == 10
 
 
@@ -355,6 +387,42 @@ def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
     assert [piece.request_id for piece in plan.slices] == [1]
 
 
+def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:
+    rig = Rig(num_blocks=33, max_seqs=4)  # 32 blocks
+    rig.add(0, range(900, 908), max_tokens=1)
+    rig.run()
+    rig.cache.pin("system", list(range(900, 908)), "", expires_ns=10**18)
+    rig.add(1, range(80), max_tokens=20)
+    rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=20)
+    rig.step()
+    rig.add(3, range(200, 300))  # 25 blocks; 1 keeps 20 of 32, whoever else goes
+    for _ in range(3):
+        rig.step()
+    assert rig.happened(PinYielded) == []
+    assert rig.happened(Preempted) == []
+
+
+def test_preempting_the_holder_of_ones_own_prefix_frees_nothing() -> None:
+    rig = Rig(num_blocks=9, max_seqs=4)  # 8 blocks
+    rig.add(1, range(500, 507), priority=Priority.HIGH)
+    rig.add(2, range(12), priority=Priority.LOW)
+    rig.step()
+    rig.add(3, [*range(12), *range(700, 712)], priority=Priority.HIGH)  # 3 of its 6 blocks are held by 2
+    rig.step()
+    assert rig.happened(Preempted) == []
+    assert len(rig.scheduler.running) == 2
+
+
+def test_the_fewest_are_preempted_for_one_admission() -> None:
+    rig = Rig(num_blocks=33, max_seqs=8)  # 32 blocks
+    for request_id in range(5):
+        rig.add(request_id, range(100 * request_id, 100 * request_id + 20), priority=Priority.LOW, max_tokens=20)
+    rig.step()
+    rig.add(9, range(900, 940), priority=Priority.HIGH)  # 10 blocks, and a spare one for each who stays
+    rig.step()
+    assert [event.request_id for event in rig.happened(Preempted)] == [4, 3]
+
+
 def test_pins_yield_before_anyone_is_preempted() -> None:
     rig = Rig(num_blocks=9, max_seqs=2)
     rig.add(1, range(16), max_tokens=1)
@@ -409,11 +477,23 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
 def test_ids_are_used_once() -> None:
     rig = Rig()
     request = rig.add(1, range(3))
-    with pytest.raises(InvalidRequest, match="request_id = 1 has been added before"):
+    with pytest.raises(InvalidRequest, match="request_id = 1 is in use"):
         rig.add(1, range(3))
     rig.run()
-    with pytest.raises(InvalidRequest, match="request_id = 1 has been added before"):
+    with pytest.raises(InvalidRequest, match="or the request was added before"):
         rig.scheduler.add(request, 0)
+
+
+def test_a_late_result_is_not_given_to_a_new_request_with_an_old_id() -> None:
+    rig = Rig()
+    rig.add(5, range(4))
+    first = rig.launch()
+    rig.scheduler.cancel(5)
+    again = rig.add(5, range(50, 60), max_tokens=3)
+    assert rig.land(first) == []
+    check_scheduler(rig.scheduler)
+    rig.run()
+    assert again.output == run_alone(range(50, 60), again.sampling, 3, block_size=4, vocab_size=1000)
 
 
 def test_cancel_frees_blocks_at_once_waiting_or_running() -> None:
@@ -439,6 +519,7 @@ def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
         rig.scheduler.finish(1, 7)
     assert rig.scheduler.finish(1, 4)
     assert request.output == answered[:4]
+    assert rig.happened(Finished)[-1].num_output_tokens == 4
     assert request.finish_reason is FinishReason.STOP
     assert not rig.scheduler.finish(1, 4)
 

@@ -36,8 +36,8 @@ MUTANTS = (
     _mutant(
         "full hit allowed",
         "core/kv_cache.py",
-        "self.chain(request), len(request.tokens) - 1)\n\n    def fork",
-        "self.chain(request), len(request.tokens))\n\n    def fork",
+        "self.chain(request), len(request.tokens) - 1)\n\n    def _is_searched",
+        "self.chain(request), len(request.tokens))\n\n    def _is_searched",
     ),
     _mutant(
         "evicted block left in the index",
@@ -71,10 +71,10 @@ MUTANTS = (
     ),
     _mutant("age earned while running", "core/planner.py", "        victim.enqueued_ns = step.now_ns\n", ""),
     _mutant(
-        "running work ages too",
-        "core/policy.py",
-        "    def drift_ns(self, now_ns: int) -> int:\n        return now_ns",
-        "    def drift_ns(self, now_ns: int) -> int:\n        return 0",
+        "running time counts as age",
+        "core/planner.py",
+        "victim.earlier_waits_ns = victim.waited_ns",
+        "victim.earlier_waits_ns = step.now_ns - victim.arrived_ns",
     ),
     _mutant(
         "fork forgets its copy",
@@ -138,8 +138,8 @@ MUTANTS = (
     _mutant(
         "waiter of a cancelled owner stuck",
         "core/planner.py",
-        "        self._walk(step)\n",
-        '        step.pending = self.__dict__.setdefault("_pending", step.pending)\n        self._walk(step)\n',
+        "        self._share_prompts(step)\n",
+        '        step.pending = self.__dict__.setdefault("_pending", step.pending)\n        self._share_prompts(step)\n',
     ),
     _mutant(
         "equal draws for n > 1",
@@ -158,7 +158,12 @@ MUTANTS = (
         "self.max_step_tokens - len(self._running), has",
         "self.max_step_tokens, has",
     ),
-    _mutant("preemption within a tier", "core/policy.py", "return waiting < running", "return waiting <= running"),
+    _mutant(
+        "preemption within a tier",
+        "core/policy.py",
+        "waiting.priority < running.priority and",
+        "waiting.priority <= running.priority and",
+    ),
     _mutant(
         "tail claims more than it has",
         "core/kv_cache.py",
@@ -198,7 +203,7 @@ MUTANTS = (
     _mutant(
         "the head is passed",
         "core/planner.py",
-        "                step.is_admitting = False  # nobody passes a head that does not fit\n",
+        "                break  # nobody passes a head that does not fit\n",
         "                self._skip(step, head)\n",
     ),
     _mutant(
@@ -228,5 +233,73 @@ MUTANTS = (
         "                return True\n        return False\n\n    def _note_pending",
         "                return False\n        return False\n\n    def _note_pending",
         "tests/core/test_scheduler.py",
+    ),
+    _mutant("pins never expire", "core/scheduler.py", "        self.cache.pins.expire(now_ns)\n", ""),
+    _mutant(
+        "prompt logprobs from the cache",
+        "core/kv_cache.py",
+        "return self.is_caching and request.sampling.prompt_logprobs is None",
+        "return self.is_caching",
+    ),
+    _mutant(
+        "prompt logprobs from a parent",
+        "core/planner.py",
+        " and request.sampling.prompt_logprobs is None:\n            fork",
+        ":\n            fork",
+        "tests/core/test_scheduler.py",
+    ),
+    _mutant(
+        "shared blocks counted as freed",
+        "core/planner.py",
+        "holders[block] == blocks[block].ref_count and block not in kept",
+        "holders[block] <= blocks[block].ref_count and block not in kept",
+    ),
+    _mutant(
+        "a hit counted as freed",
+        "core/planner.py",
+        ".ref_count and block not in kept",
+        ".ref_count",
+        "tests/core/test_scheduler.py",
+    ),
+    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", ""),
+    _mutant(
+        "decode sits out while its input is in flight",
+        "core/planner.py",
+        "        if length <= 0:\n            return True\n",
+        "        if length <= 0 or (step.has_in_flight and start >= len(request.tokens) and len(self._running) > 1):\n            return True\n",
+    ),
+    _mutant(
+        "long prompt sits out",
+        "core/planner.py",
+        "        if length <= 0:\n            return True\n",
+        "        if length <= 0 or (length > 1 and step.shares.get(request.request_id, 1) == 1):\n            return True\n",
+    ),
+    _mutant("released slots never told", "core/running.py", "return tuple(released)", "return ()"),
+    _mutant(
+        "fork waits for the first chunk only",
+        "core/planner.py",
+        "return parent.num_computed < min(len(request.tokens), len(parent.tokens)) - 1",
+        "return parent.num_computed == 0",
+        "tests/core/test_scheduler.py",
+    ),
+    _mutant(
+        "id used again takes old results",
+        "core/scheduler.py",
+        "        request.epoch = self._num_arrived << 32",
+        "        request.epoch = 0",
+        "tests/core/test_scheduler.py",
+    ),
+    _mutant(
+        "running prompts lose their place",
+        "core/planner.py",
+        "            while prefills and prefills[-1][0] < key:\n",
+        "            while False:\n",
+        "tests/core/test_policy.py",
+    ),
+    _mutant(
+        "twins remembered twice",
+        "core/pool.py",
+        "if block.parent_key is not None and self._tree.is_redundant(block):",
+        "if False:",
     ),
 )

@@ -27,13 +27,17 @@ from quire.core.events import (
 )
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import NS_PER_S, Aging, Fcfs, Policy
-from quire.core.prefix import StopReason
+from quire.core.prefix import StopReason, hash_block_tokens
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, TokenUpdate
 from quire.errors import ContextTooLong, QueueFull
 
 SALTS = ("", "tenant-a", "tenant-b")
+
+
+def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
+    return bytes([hash_block_tokens(parent_key, tokens)[0] % 16])
 
 
 class WorldFailure(AssertionError):
@@ -55,7 +59,6 @@ class Book:
     urgency: int = 0  # of a running request
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
-    is_closed: bool = False
     num_seen: int = 0  # tokens whose prefixes are in `seen`
     prefix: int = 0  # digest of those tokens
 
@@ -74,6 +77,7 @@ class Setup:
     is_late: bool
     is_overlapped: bool
     is_caching: bool
+    is_colliding: bool  # keys of 4 bits: only the comparison of tokens keeps contents apart
 
     @staticmethod
     def draw(random: Random) -> Setup:
@@ -94,6 +98,7 @@ class Setup:
             is_late=random.random() < 0.5,
             is_overlapped=random.random() < 0.75,
             is_caching=random.random() < 0.95,
+            is_colliding=random.random() < 0.1,
         )
 
 
@@ -108,6 +113,7 @@ class World:
             setup.block_size,
             secret=seed.to_bytes(8, "big"),
             is_caching=setup.is_caching,
+            digest=weak_digest if setup.is_colliding else hash_block_tokens,
             observe=self._observe,
         )
         self.scheduler = Scheduler(
@@ -134,6 +140,8 @@ class World:
         self.num_events = 0
         self._started: dict[int, int] = {}  # admitted in the present plan -> tokens found in the cache
         self._admitted: set[int] = set()  # in the present plan
+        self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
+        self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
         self._done: dict[bytes, int] = {cache.tree.root(salt): 0 for salt in SALTS}
         self._depth: dict[bytes, int] = {}  # position -> tokens before it
@@ -146,7 +154,8 @@ class World:
     def run(self, num_events: int) -> Counter[str]:
         operations: list[tuple[int, Callable[[], None]]] = [
             (550, self._step),
-            (220, self._add),
+            (200, self._add),
+            (12, self._burst),
             (45, self._add_siblings),
             (30, self._branch),
             (40, self._cancel),
@@ -173,7 +182,9 @@ class World:
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
         self._require(not self.books, "requests were forgotten")
-        self._require(self.scheduler.cache.tree.num_collisions == 0, "two contents have one key")
+        num_collisions = self.scheduler.cache.tree.num_collisions
+        self.counts["collisions"] += num_collisions
+        self._require(self.setup.is_colliding or num_collisions == 0, "two contents have one key")
         self._count_stats()
         return self.counts
 
@@ -239,10 +250,16 @@ class World:
             stop_token_ids=(0,) if is_stopping else (),
         )
 
-    def _add(self) -> None:
+    def _burst(self) -> None:
+        """Many at once, most of them with one prompt."""
+        prompt = self._prompt()
+        for _ in range(self.random.randint(3, 12)):
+            self._add(prompt if self.random.random() < 0.7 else None)
+
+    def _add(self, prompt: list[int] | None = None) -> None:
         request = Request(
             self._new_id(),
-            self._prompt(),
+            prompt or self._prompt(),
             self._sampling(),
             priority=self.random.choice(list(Priority)),
             salt=self.random.choice(("", "", SALTS[1], SALTS[2])),
@@ -259,9 +276,11 @@ class World:
 
     def _branch(self) -> None:
         """Go on from whatever a running request knows by now."""
-        candidates = list(self.scheduler.running)
+        candidates = [book.request for book in self.books.values()]
         if candidates:
-            self._submit(self.random.choice(candidates).branch(self._new_id(), self._sampling()))
+            child = self.random.choice(candidates).branch(self._new_id(), self._sampling())
+            child.priority = self.random.choice(list(Priority))  # it may be more urgent than its parent
+            self._submit(child)
 
     def _submit(self, request: Request, sample_index: int = 0) -> None:
         prompt = [*request.tokens]
@@ -322,11 +341,14 @@ class World:
             self._retire(book)
 
     def _pin(self) -> None:
-        tokens = self._prompt()
-        ttl = self.random.choice((1_000, 1_000_000, 10**12))
-        name = f"pin-{self.random.randint(0, 4)}"
-        self.scheduler.cache.pin(name, tokens, self.random.choice(SALTS), self.now_ns + ttl)
-        self.counts["pins"] += 1
+        books = [book for book in self.books.values() if book.was_admitted]
+        tokens, salt = self._prompt(), self.random.choice(SALTS)
+        if books and self.random.random() < 0.8:  # something that is probably cached
+            book = self.random.choice(books)
+            tokens, salt = book.request.tokens, book.request.salt
+        ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
+        num_pinned = self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
+        self.counts["pins"] += num_pinned > 0
 
     def _unpin(self) -> None:
         self.scheduler.cache.pins.unpin(f"pin-{self.random.randint(0, 4)}")
@@ -347,24 +369,33 @@ class World:
         self._require(story.num_tokens < len(request.tokens), "a hit left nothing to compute")
         self.counts[f"explained {story.reason}"] += 1
         stranger = self.scheduler.explain(Request(0, request.tokens, salt="stranger"))
-        silent = (StopReason.NOT_FOUND, StopReason.TOO_SHORT)
-        self._require(stranger.num_tokens == 0 and stranger.reason in silent, "explain told of another tenant")
+        silent = (StopReason.NOT_FOUND, StopReason.TOO_SHORT, StopReason.OFF)
+        is_silent = stranger.num_tokens == 0 and stranger.reason in silent
+        self._require(is_silent or self.setup.is_colliding, "explain told of another tenant")
 
     def _step(self) -> None:
         """Schedule N+1, forward N+1, collect and commit N, sample N+1; or all of one step at once."""
-        decodes = self._decodes()
+        busy = self._busy()
         self._started = {}
         self._admitted = set()
+        self._winners = set()
         self._has_preempted = False
         self.now_ns = max(self.now_ns, self.clock_ns)
         plan = self.scheduler.schedule(self.clock_ns)
-        self._check_plan(plan, decodes)
+        self._check_plan(plan, busy)
+        now = self.now_ns
+        self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin outlived its time")
+        self._require(self._winners <= self._admitted, "someone was preempted for a request that was not admitted")
+        is_sampled_first = self.random.random() < 0.5  # as when no row has a grammar
         if not plan.is_empty:
             self.runner.forward(plan)
+            if is_sampled_first:
+                self.runner.sample(None)
         if self.in_flight:
             self._commit()
         if not plan.is_empty:
-            self.runner.sample(None)
+            if not is_sampled_first:
+                self.runner.sample(None)
             self.in_flight.append(plan)
             if not self.setup.is_overlapped:
                 self._commit()
@@ -474,7 +505,8 @@ class World:
         for rival in self.books.values():
             is_skipped = rival.request.state is RequestState.WAITING and rival.request not in self.scheduler.waiting
             # An owner preempted in this very step leaves its waiters skipped until the next.
-            if is_skipped and not self._has_preempted and rival.key < book.key and not self._awaits_prefix(rival):
+            is_excused = self._has_preempted or self.setup.is_colliding
+            if is_skipped and not is_excused and rival.key < book.key and not self._awaits_prefix(rival):
                 raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
         book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
@@ -507,6 +539,7 @@ class World:
         self._require(victim.request.request_id not in self._admitted, "preempted in the step that admitted it")
         if winner.request.state is RequestState.WAITING:
             self.counts["preemptions by waiting"] += 1
+            self._winners.add(event.by_request_id)
             self._require(winner.request.priority < victim.request.priority, "preempted within a tier")
             self._require(
                 self._urgency(winner) < victim.urgency, f"{winner.request!r} is not more urgent than its victim"
@@ -518,18 +551,25 @@ class World:
 
     # Checks
 
-    def _decodes(self) -> list[Request]:
-        """Running requests that have one token to compute, so that no prompt may keep them from it."""
-        return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) - r.num_planned == 1]
+    def _busy(self) -> list[Request]:
+        """Running requests that have something to compute: each has a token in every step, whoever else has many."""
+        return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) > r.num_planned]
 
-    def _check_plan(self, plan: StepPlan, decodes: list[Request]) -> None:
+    def _check_plan(self, plan: StepPlan, busy: list[Request]) -> None:
         setup = self.setup
         planned = {piece.request_id: piece for piece in plan.slices}
         self._require(len(planned) == len(plan.slices), "a request stands twice in a plan")
         self._require(plan.num_tokens <= setup.max_step_tokens, "the token budget was exceeded")
+        for slot in plan.released:
+            self._slots.pop(slot, None)
         for piece in plan.slices:
             self._require(piece.length <= setup.max_chunk_tokens, "a chunk is too long")
             book = self.books[piece.request_id]
+            owner = (piece.request_id, piece.epoch)
+            last_owner = self._slots.setdefault(piece.slot, owner)
+            self._require(last_owner == owner, "a slot has a new owner, and the runner was not told of its release")
+            if piece.sampling.prompt_logprobs is not None and piece.request_id in self._admitted:
+                self._require(piece.start == 0, "prompt logprobs were asked for, and positions were skipped")
             if piece.request_id in self._started:
                 self._require(piece.start == self._started[piece.request_id], "a hit was not used as reported")
             known = [*book.prompt, *book.delivered]
@@ -538,15 +578,22 @@ class World:
                 not piece.tokens or list(piece.tokens) == known[piece.start : piece.start + piece.length],
                 "wrong tokens",
             )
-        if self.in_flight:
-            return  # copies in flight may hold the last blocks for one step
-        for request in decodes:
-            starved = request.state is RequestState.RUNNING and request.request_id not in planned
-            self._require(not starved, f"{request!r} could decode and was left out")
-        self._require(not (plan.is_empty and self.books), "there is work, and nothing was planned")
+        for request in busy:
+            if request.state is RequestState.RUNNING and request.request_id not in planned:
+                upto = request.num_planned + 1
+                is_alone = len(self.scheduler.running) == 1
+                is_short = self.scheduler.cache.shortage(request, upto) > 0  # copies in flight hold the last blocks
+                is_stalled = bool(self.in_flight) and is_alone and is_short
+                self._require(is_stalled, f"{request!r} had something to compute and was left out")
+        is_stuck = plan.is_empty and not self.in_flight and bool(self.books)
+        self._require(not is_stuck, "there is work, and nothing was planned")
 
     def _check_memory(self) -> None:
         """What the tree says a block contains is what lies in the runner's memory."""
+        if self.setup.is_colliding:  # a key may mean something else by now
+            self._entries = {}
+            self._done = {self.scheduler.cache.tree.root(salt): 0 for salt in SALTS}
+            self._depth = {}
         memory = self.runner.memory
         for block in self.scheduler.cache.pool.blocks:
             parent_key = block.parent_key
