@@ -143,6 +143,12 @@ class KVCacheManager:
 
     # Verbs
 
+    def prepare(self, request: Request) -> None:
+        """Name all blocks of a prompt as it arrives, so that no step has to wait for it."""
+        num_full = len(request.tokens) // self.block_size
+        if self.is_caching and num_full:
+            self.chain(request).key(num_full - 1)
+
     def grow(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> list[BlockCopy]:
         """Make the table cover [0, upto): all or nothing, so ask `shortage` first. Returns the copies a runner must do.
 
