@@ -14,13 +14,16 @@ help:           ## this list
 install: $(STAMP)  ## build .venv; does nothing when it is up to date
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
+	or newer, $(PYTHON) is %d.%d: say make PYTHON=python3.12 or the like" % v[:2])'
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: $(STAMP)  ## start the server (not there yet: says what works today)
+serve:          ## start the server (not there yet: says what works today)
 	@echo "quire serve: not yet. The scheduler, its cache and the simulator exist today; the real model and the"
-	@echo "server are the next two pieces (see README.md, 'What works today'). Try: $(BIN)/quire sim"
+	@echo "server are the next two pieces (see README.md, 'What works today'). Try: make install && $(BIN)/quire sim"
 	@exit 1
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
@@ -36,8 +39,8 @@ format: $(STAMP)  ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sim: $(STAMP)   ## seeded worlds: SEEDS=5000 for that many, SEEDS=@77 to replay one
-	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+sim: $(STAMP)   ## the proof, in seeded worlds: SEEDS=5000 for that many, 100:200 for those, @77 to replay one
+	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 bench: $(STAMP)  ## the core's cost per operation and per step
 	$(BIN)/python benchmarks/core.py

@@ -123,7 +123,7 @@ def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
             if any(word.endswith(".jsonl") and "--save-trace" not in words for word in words)
             else ["--requests", "60"]
         )
-        command = [sys.executable, "-c", "from quire.cli.main import run; run()", *words[1:], *small]
+        command = [sys.executable, "-m", "quire", *words[1:], *small]
         outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert outcome.returncode == 0, f"{words}: {outcome.stderr}"
         assert outcome.stdout

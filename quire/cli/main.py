@@ -1,4 +1,4 @@
-"""The `quire` command. Imports only what its own help needs: subcommands load the rest when they run."""
+"""The `quire` command. Imports nothing heavy: subcommands load what they need when they run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help and plain errors, which name the value that was typed
 )
 app.command(name="sim")(sim)
 
@@ -38,7 +39,11 @@ def _options(
 def run() -> None:
     """The entry point: an error of ours is one line on stderr, never a traceback."""
     try:
-        app()
+        app(prog_name="quire")
     except QuireError as error:
         typer.echo(f"quire: {error}", err=True)
         sys.exit(2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"quire: {where}{error.strerror or error}", err=True)
+        sys.exit(1)

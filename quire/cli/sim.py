@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire import __version__
 from quire.core.policy import PATIENCE_S, POLICIES
 from quire.core.request import Priority
-from quire.engine.simulate import MACHINES, SimConfig, SimReport, StepTime, percentile, simulate
+from quire.engine.simulate import MACHINES, Machine, Outcome, SimConfig, SimReport, percentile, simulate
 from quire.engine.trace import TraceRequest, read_trace, synthesize
 from quire.errors import InvalidRequest
 
@@ -22,26 +25,30 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = SimConfig()
+_SYNTHETIC = {"requests": 600, "rate": 20.0, "seed": 0}
+DEFAULT_BLOCKS = (512, 4096)
+MAX_BLOCKS = 10_000_000  # the simulator holds an object for each
 PLOT_SUFFIXES = (".png", ".svg")
 
 
 def sim(
     trace: Annotated[
-        Path | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md). Without: a synthetic one.")
+        str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"Order of service, of {', '.join(POLICIES)}; repeat to compare. [all]")
+        list[str] | None, typer.Option(help=f"Order of service, {' or '.join(POLICIES)}; repeat to compare (both).")
     ] = None,
     blocks: Annotated[
-        list[int] | None, typer.Option(help="Blocks in the KV pool; repeat to compare. [512 and 4096]")
+        list[int] | None, typer.Option(help="Blocks in the KV pool; repeat to compare (512 and 4096).")
     ] = None,
     machine: Annotated[str, typer.Option(help=f"Step times of {', '.join(MACHINES)}.")] = "h200-llama3-8b",
     base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the machine's.")] = None,
-    requests: Annotated[int, typer.Option(help="Synthetic trace: how many requests.")] = 600,
-    rate: Annotated[float, typer.Option(help="Synthetic trace: requests per second.")] = 20.0,
-    seed: Annotated[int, typer.Option(help="Synthetic trace: another seed, another trace.")] = 0,
+    kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, instead of the machine's.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Synthetic trace: how many requests (600).")] = None,
+    rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
     max_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _DEFAULT.max_seqs,
     max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = _DEFAULT.max_step_tokens,
@@ -50,7 +57,7 @@ def sim(
     ] = _DEFAULT.max_chunk_tokens,
     max_waiting: Annotated[int, typer.Option(help="Longest queue; more is refused.")] = _DEFAULT.max_waiting,
     patience: Annotated[
-        float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging. [{PATIENCE_S:g}]")
+        float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging ({PATIENCE_S:g}).")
     ] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Prefix reuse.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this .png or .svg file.")] = None,
@@ -58,12 +65,8 @@ def sim(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the real scheduler on a trace and compare policies and pool sizes: throughput, waits, hits, preemptions."""
-    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
-        raise InvalidRequest(f"--plot {plot.name} does not end in {' or '.join(PLOT_SUFFIXES)}")
-    step_time = _step_time(machine, base_ms, token_us, context_us)
-    todo = read_trace(trace) if trace is not None else synthesize(requests, rate, seed=seed)
-    if save_trace is not None:
-        save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
+    _check_outputs(trace, plot, save_trace)
+    device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
     base = SimConfig(
         patience_s=patience,
         block_size=block_size,
@@ -73,45 +76,111 @@ def sim(
         max_waiting=max_waiting,
         is_caching=cache,
     )
-    configs = [
-        replace(base, policy=one, num_blocks=size) for one, size in product(policy or POLICIES, blocks or (512, 4096))
-    ]
-    for config in configs:
-        config.make_scheduler(lambda _event: None)  # refuse what cannot work before the first run, not after it
-    reports = _run_all(todo, configs, step_time)
+    configs = _configs(base, policy, blocks)
+    synthetic = {"requests": requests, "rate": rate, "seed": seed}
+    todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
+    if save_trace is not None:
+        save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
+        typer.echo(f"Wrote {save_trace}", err=True)
+    reports = _run_all(todo, configs, device)
     if as_json:
-        typer.echo(json.dumps([summary(report) for report in reports], indent=2))
+        typer.echo(json.dumps(_document(trace, todo, machine, device, reports), indent=2))
     else:
-        _print_table(todo, reports)
+        _print_table(todo, machine, device, reports)
     if plot is not None:
         from quire.cli.sim_plot import draw
 
-        draw(reports, plot)
+        draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
         typer.echo(f"Wrote {plot}", err=True)
 
 
-def _step_time(machine: str, base_ms: float | None, token_us: float | None, context_us: float | None) -> StepTime:
-    if machine not in MACHINES:
-        raise InvalidRequest(f"--machine {machine!r} is not one of {', '.join(MACHINES)}")
-    given = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
-    return replace(MACHINES[machine], **{name: value for name, value in given.items() if value is not None})
+# What was asked for
 
 
-def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], step_time: StepTime) -> list[SimReport]:
+def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise InvalidRequest(f"--plot {plot} does not end in {' or '.join(PLOT_SUFFIXES)}")
+    for option, path in (("--plot", plot), ("--save-trace", save_trace)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+            raise InvalidRequest(f"{option} {path} {problem}")
+    if save_trace is not None and trace is not None and save_trace.exists() and save_trace.samefile(trace):
+        raise InvalidRequest(f"--save-trace {save_trace} is the trace itself")
+
+
+def _machine(
+    name: str, base_ms: float | None, token_us: float | None, context_us: float | None, kv_bytes: int | None
+) -> Machine:
+    if name not in MACHINES:
+        raise InvalidRequest(f"--machine {name!r} is not one of {', '.join(MACHINES)}")
+    if kv_bytes is not None and kv_bytes < 1:
+        raise InvalidRequest(f"--kv-bytes {kv_bytes} is less than 1")
+    known = MACHINES[name]
+    times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
+    with _options_named():
+        step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
+    return Machine(step_time, kv_bytes or known.kv_bytes)
+
+
+def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
+    """One for each pair, all of them known to work."""
+    names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
+    if base.patience_s is not None and "aging" not in names:
+        raise InvalidRequest("--patience means something only under --policy aging")
+    for size in sizes:
+        if not 2 <= size <= MAX_BLOCKS:
+            raise InvalidRequest(f"--blocks {size} is not from 2 to {MAX_BLOCKS} (one is never handed out)")
+    configs = [replace(base, policy=name, num_blocks=size) for name, size in product(names, sizes)]
+    with _options_named():
+        for config in configs:
+            replace(config, num_blocks=2).make_scheduler(lambda _event: None)
+    return configs
+
+
+def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
+    if path is None:
+        given = {**_SYNTHETIC, **synthetic}
+        with _options_named():
+            return synthesize(given["requests"], given["rate"], seed=given["seed"])
+    if synthetic:
+        raise InvalidRequest(f"--{next(iter(synthetic))} is for a synthetic trace, and {path} was given")
+    return read_trace(path)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Let an error name the option as it is typed, not the argument it became."""
+    names = {"max_requests": "max_waiting", "patience_s": "patience"}
+    try:
+        yield
+    except InvalidRequest as error:
+        field, rest = str(error).split(" ", 1)
+        raise InvalidRequest(f"--{names.get(field, field).replace('_', '-')} {rest}") from None
+
+
+# Running
+
+
+def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machine: Machine) -> list[SimReport]:
     reports = []
-    with _progress(len(configs) * len(trace)) as advance_to:
+    with _progress(len(configs) * len(trace)) as show:
         for number, config in enumerate(configs):
-            name = f"{config.policy}, {config.num_blocks} blocks"
-            base = number * len(trace)
-            reports.append(
-                simulate(trace, config, step_time, lambda done, base=base, name=name: advance_to(base + done, name))  # type: ignore[misc]
-            )
+            advance = _advance(show, number * len(trace), f"{config.policy}, {config.num_blocks:,} blocks")
+            reports.append(simulate(trace, config, machine.step_time, advance))
     return reports
+
+
+def _advance(show: Callable[[int, str], None], base: int, name: str) -> Callable[[int], None]:
+    return lambda done: show(base + done, name)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on stderr, so that the result can be piped."""
+    """A bar on stderr, so that the result can be piped; nothing where nobody looks."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _name: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -121,21 +190,12 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, name: bar.update(task, completed=done, description=name)
 
 
+# What came out
+
+
 def summary(report: SimReport) -> dict[str, Any]:
     """The figures of one run, as plain values."""
-    tiers = {}
-    for priority in Priority:
-        records = report.tier(priority)
-        waits = [record.wait_s for record in records if record.wait_s is not None]
-        ttfts = [record.ttft_s for record in records if record.ttft_s is not None]
-        tiers[priority.name] = {
-            "requests": len(records),
-            "ttft_s_p50": percentile(ttfts, 0.5),
-            "ttft_s_p95": percentile(ttfts, 0.95),
-            "wait_s_p50": percentile(waits, 0.5),
-            "wait_s_p95": percentile(waits, 0.95),
-            "wait_s_max": max(waits, default=None),
-        }
+    timeline = report.timeline
     return {
         "policy": report.config.policy,
         "blocks": report.config.num_blocks,
@@ -144,42 +204,100 @@ def summary(report: SimReport) -> dict[str, Any]:
         "steps": report.num_steps,
         "hit_rate": report.cache.hit_rate,
         "preemptions": report.num_preemptions,
-        "refused": report.num_refused,
-        "tiers": tiers,
+        "peak_running": max((sample.num_running for sample in timeline), default=0),
+        "peak_waiting": max((sample.num_waiting for sample in timeline), default=0),
+        "peak_blocks_in_use": max((sample.num_blocks_in_use for sample in timeline), default=0),
+        "tiers": {priority.name: _tier(report, priority) for priority in Priority if report.tier(priority)},
         "cache": asdict(report.cache),
     }
 
 
-def _print_table(trace: Sequence[TraceRequest], reports: Sequence[SimReport]) -> None:
+def _tier(report: SimReport, priority: Priority) -> dict[str, Any]:
+    records = report.tier(priority)
+    figures: dict[str, Any] = {"requests": len(records)}
+    figures |= {outcome.name.lower(): 0 for outcome in Outcome}
+    figures |= Counter(record.outcome.name.lower() for record in records)
+    spans = {
+        "ttft_s": [record.ttft_s for record in records],
+        "wait_s": [record.wait_s for record in records],
+        "tpot_s": [record.tpot_s for record in records],
+        "total_s": [None if one.finish_s is None else one.finish_s - one.arrival_s for one in records],
+    }
+    for name, values in spans.items():
+        known = [value for value in values if value is not None]
+        figures[f"{name}_p50"] = percentile(known, 0.5)
+        figures[f"{name}_p95"] = percentile(known, 0.95)
+        figures[f"{name}_max"] = max(known, default=None)
+    return figures
+
+
+def _document(
+    path: str | None, trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]
+) -> dict[str, Any]:
+    config = asdict(reports[0].config)
+    return {
+        "quire": __version__,
+        "trace": {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)},
+        "machine": {"name": name, **asdict(machine.step_time), "kv_bytes": machine.kv_bytes},
+        "config": {key: value for key, value in config.items() if key not in ("policy", "num_blocks")},
+        "runs": [summary(report) for report in reports],
+    }
+
+
+def _span_s(trace: Sequence[TraceRequest]) -> float:
+    return trace[-1].arrival_s - trace[0].arrival_s
+
+
+def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, reports: Sequence[SimReport]) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=120)  # a file has room
-    span_s = trace[-1].arrival_s - trace[0].arrival_s
-    console.print(f"{len(trace):,} requests over {span_s:,.1f} s. Waits and times to the first token in seconds.")
-    console.print(_table(reports))
+        console = Console(highlight=False, width=200)  # a file has room for the largest numbers
+    console.print(f"{len(trace):,} requests over {_span_s(trace):,.1f} s on {name}. Times in seconds.\n")
+    console.print(_table(machine, reports))
+    for report in reports:
+        for line in _remarks(report):
+            console.print(line)
 
 
-def _table(reports: Sequence[SimReport]) -> Table:
-    """A row per run and tier; what belongs to the whole run stands in the first of its rows."""
+def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
+    """A row per run and tier; what belongs to the whole run stands in the first of its rows. Fits 80 columns."""
     from rich.table import Table
 
-    table = Table()
-    for name in ("policy", "blocks", "out tok/s", "hits", "preempted", "refused", "tier", "requests"):
-        table.add_column(name, justify="left" if name in ("policy", "tier") else "right")
-    for name in ("TTFT p50", "p95", "wait p50", "p95"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("\npolicy", "\nblocks", "KV\nGiB", "out\ntok/s", "\nhits", "pre-\nempted", "\ntier", "re-\nquests"):
+        table.add_column(column, justify="left" if column in ("\npolicy", "\ntier") else "right")
+    for column in ("wait\np95", "TTFT\np50", "TTFT\np95", "ms/tok\np95"):
+        table.add_column(column, justify="right")
     for report in reports:
-        whole = [report.config.policy, f"{report.config.num_blocks:,}", f"{report.output_tokens_per_s:,.0f}"]
-        whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}", f"{report.num_refused:,}"]
-        for name, tier in summary(report)["tiers"].items():
-            if tier["requests"]:
-                times = [tier[key] for key in ("ttft_s_p50", "ttft_s_p95", "wait_s_p50", "wait_s_p95")]
-                table.add_row(*whole, name, f"{tier['requests']:,}", *map(_seconds, times))
-                whole = [""] * len(whole)
-        table.add_section()
+        config = report.config
+        gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
+        whole = [config.policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
+        whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
+        for tier_name, tier in summary(report)["tiers"].items():
+            times = [tier[key] for key in ("wait_s_p95", "ttft_s_p50", "ttft_s_p95")]
+            pace = "-" if tier["tpot_s_p95"] is None else f"{tier['tpot_s_p95'] * 1000:.1f}"
+            table.add_row(*whole, tier_name, f"{tier['requests']:,}", *map(_seconds, times), pace)
+            whole = [""] * len(whole)
+        table.add_row()
     return table
+
+
+def _remarks(report: SimReport) -> Iterator[str]:
+    """What went otherwise than by an answer in full, so that no figure looks better than it is."""
+    said = {
+        Outcome.CUT: "cut at the end of the context: the pool is too small for them",
+        Outcome.LEFT: "not answered in full: the client left (waits and TTFT count those who got that far)",
+        Outcome.TOO_LONG: "refused: too long for the pool",
+        Outcome.QUEUE_FULL: "refused: the queue was full",
+    }
+    for priority in Priority:
+        outcomes = Counter(record.outcome for record in report.tier(priority))
+        for outcome, words in said.items():
+            if outcomes[outcome]:
+                run = f"{report.config.policy}, {report.config.num_blocks:,} blocks"
+                yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {words}"
 
 
 def _seconds(value: float | None) -> str:

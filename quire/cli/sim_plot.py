@@ -13,39 +13,44 @@ from quire.errors import MissingExtra
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {Priority.HIGH: "tab:red", Priority.NORMAL: "tab:blue", Priority.LOW: "tab:green"}
-STYLES = ("-", "--", ":", "-.")
 
-
-def draw(reports: Sequence[SimReport], path: Path) -> None:
-    """Write a .png or .svg file, by its name."""
+def draw(reports: Sequence[SimReport], title: str, path: Path) -> None:
+    """Write a .png or .svg file, by its name. A run has one colour everywhere; a column per tier, then the machine."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("--plot needs matplotlib: pip install 'quire[plot]'") from None
+    tiers = [priority for priority in Priority if any(report.tier(priority) for report in reports)]
     figure = Figure(figsize=(11, 9), layout="constrained")
-    axes: list[Axes] = list(figure.subplots(3, 1))
+    figure.suptitle(title)
+    halves = figure.subfigures(2, 1, height_ratios=(1, 2), squeeze=False)[:, 0]
+    panels: list[Axes] = list(halves[0].subplots(1, len(tiers), sharey=True, sharex=True, squeeze=False)[0])
+    waiting, in_use = halves[1].subplots(2, 1, sharex=True)
     for index, report in enumerate(reports):
-        style = STYLES[index % len(STYLES)]
+        colour = f"C{index % 10}"
+        style = ("-", "--", ":")[index // 10 % 3]
         name = f"{report.config.policy}, {report.config.num_blocks:,} blocks"
-        _draw_ttft(axes[0], report, name, style)
+        for panel, priority in zip(panels, tiers, strict=True):
+            _draw_ttft(panel, report, priority, f"{colour}{style}")
         times = [sample.time_s for sample in report.timeline]
-        axes[1].plot(times, [sample.num_waiting for sample in report.timeline], style, label=name)
+        counts = [sample.num_waiting for sample in report.timeline]
         shares = [sample.num_blocks_in_use / report.cache.num_blocks for sample in report.timeline]
-        axes[2].plot(times, shares, style, label=name)
-    axes[0].set(title="Time to first token", xlabel="seconds", ylabel="share of requests", xscale="log")
-    axes[1].set(title="Requests waiting", xlabel="seconds", ylabel="requests")
-    axes[2].set(title="Pool in use", xlabel="seconds", ylabel="share of blocks", ylim=(0, 1.05))
-    for one in axes:
-        one.grid(alpha=0.3)
-        if one.lines:
-            one.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        waiting.plot(times, counts, f"{colour}{style}", drawstyle="steps-post", label=name)
+        in_use.plot(times, shares, f"{colour}{style}", drawstyle="steps-post")
+    for panel, priority in zip(panels, tiers, strict=True):
+        panel.set(title=f"Time to first token, {priority.name}", xlabel="seconds", xscale="log", ylim=(0, 1.03))
+    panels[0].set_ylabel("share of requests")
+    waiting.set(title="Requests waiting", ylabel="requests")
+    waiting.set_ylim(bottom=0, top=max(1.0, waiting.get_ylim()[1]))
+    in_use.set(title="Pool in use", xlabel="seconds", ylabel="share of blocks", ylim=(0, 1.05))
+    for axes in (*panels, waiting, in_use):
+        axes.grid(alpha=0.3)
+    figure.legend(*waiting.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path)
 
 
-def _draw_ttft(axes: Axes, report: SimReport, name: str, style: str) -> None:
-    for priority, colour in COLOURS.items():
-        values = sorted(record.ttft_s for record in report.tier(priority) if record.ttft_s is not None)
-        if values:
-            shares = [(rank + 1) / len(values) for rank in range(len(values))]
-            axes.plot(values, shares, style, color=colour, label=f"{priority.name}: {name}")
+def _draw_ttft(axes: Axes, report: SimReport, priority: Priority, style: str) -> None:
+    values = sorted(record.ttft_s for record in report.tier(priority) if record.ttft_s is not None)
+    if values:
+        shares = [rank / len(values) for rank in range(len(values) + 1)]
+        axes.plot([values[0], *values], shares, style, drawstyle="steps-post")

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from math import ceil
 
 from quire.core.block import BLOCK_SIZE
-from quire.core.events import Admitted, Event, Preempted, Refused
+from quire.core.events import Admitted, Event, Preempted
 from quire.core.kv_cache import CacheStats, KVCacheManager
 from quire.core.policy import NS_PER_S, POLICIES, Aging
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.engine.trace import TraceRequest
-from quire.errors import InvalidRequest, QuireError
+from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 
 MAX_SAMPLES = 2_000  # points of a timeline, whatever the length of the run
 
@@ -44,11 +46,17 @@ class StepTime:
         return round(self.base_ms * 1e6 + self.token_us * 1e3 * plan.num_tokens + self.context_us * 1e3 * context)
 
 
-# Estimates from the figures in docs/performance.md; a user's own machine is three options away.
-MACHINES: dict[str, StepTime] = {
-    "cpu-smollm2-135m": StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0),
-    "h200-qwen3-0.6b": StepTime(base_ms=1.3, token_us=2.0, context_us=0.028),
-    "h200-llama3-8b": StepTime(base_ms=4.9, token_us=24.0, context_us=0.032),
+@dataclass(frozen=True, slots=True)
+class Machine:
+    step_time: StepTime
+    kv_bytes: int  # of KV cache, a token
+
+
+# Estimates from the figures in docs/performance.md; a user's own machine is four options away.
+MACHINES: dict[str, Machine] = {
+    "cpu-smollm2-135m": Machine(StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0), kv_bytes=23_040),
+    "h200-qwen3-0.6b": Machine(StepTime(base_ms=1.3, token_us=2.0, context_us=0.028), kv_bytes=114_688),
+    "h200-llama3-8b": Machine(StepTime(base_ms=4.9, token_us=24.0, context_us=0.032), kv_bytes=131_072),
 }
 
 
@@ -82,6 +90,14 @@ class SimConfig:
         )
 
 
+class Outcome(StrEnum):
+    FINISHED = "finished"
+    CUT = "cut"  # the context ended before the answer did
+    LEFT = "left"  # the client went away
+    TOO_LONG = "too long"  # refused: it could never fit
+    QUEUE_FULL = "queue full"  # refused: too many were waiting
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """What one client saw."""
@@ -92,7 +108,14 @@ class RequestRecord:
     ttft_s: float | None = None
     finish_s: float | None = None
     num_outputs: int = 0
-    is_refused: bool = False
+    outcome: Outcome = Outcome.LEFT
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first."""
+        if self.ttft_s is None or self.finish_s is None or self.num_outputs < 2:
+            return None
+        return (self.finish_s - self.arrival_s - self.ttft_s) / (self.num_outputs - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +136,6 @@ class SimReport:
     cache: CacheStats
     num_steps: int
     num_preemptions: int
-    num_refused: int
     makespan_s: float
 
     @property
@@ -121,13 +143,13 @@ class SimReport:
         return sum(record.num_outputs for record in self.records) / self.makespan_s if self.makespan_s else 0.0
 
     def tier(self, priority: Priority) -> list[RequestRecord]:
-        return [record for record in self.records if record.priority is priority and not record.is_refused]
+        return [record for record in self.records if record.priority is priority]
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The nearest-rank percentile; None of nothing."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def simulate(
@@ -156,7 +178,6 @@ class _Simulation:
     num_ended: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
-    num_refused: int = 0
 
     def run(self) -> SimReport:
         self.scheduler = self.config.make_scheduler(self._observe)
@@ -176,7 +197,7 @@ class _Simulation:
             if not plan.is_empty:
                 in_flight = plan, self.now_ns + self.step_time.step_ns(plan)
                 self.num_steps += 1
-                self._sample()
+            self._sample()  # an idle machine too: it is empty
         self.progress(self.num_ended)
         return SimReport(
             config=self.config,
@@ -185,7 +206,6 @@ class _Simulation:
             cache=self.scheduler.cache.stats(),
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
-            num_refused=self.num_refused,
             makespan_s=self.now_ns / NS_PER_S,
         )
 
@@ -210,14 +230,16 @@ class _Simulation:
             request = Request(number, one.prompt_ids(number), sampling, priority=one.priority, salt=one.salt)
             try:
                 self.scheduler.add(request, _ns(one.arrival_s))
-            except QuireError:
-                self._end(number)
+            except ContextTooLong:
+                self._end(number, Outcome.TOO_LONG)
+            except QueueFull:
+                self._end(number, Outcome.QUEUE_FULL)
             else:
                 self.outputs[number] = one.output_ids(number)
         while self.cancels and self.cancels[0][0] <= self.now_ns:
             _, number = self.cancels.popleft()
             if self.scheduler.cancel(number):
-                self._end(number)
+                self._end(number, Outcome.LEFT)
 
     def _result(self, plan: StepPlan) -> StepResult:
         """The answers are known beforehand; a request that is gone gets any token, and the scheduler drops it."""
@@ -242,9 +264,11 @@ class _Simulation:
                 record.ttft_s = now_s - record.arrival_s
             if update.finish_reason is not None:
                 record.finish_s = now_s
-                self._end(update.request_id)
+                is_whole = record.num_outputs == self.trace[update.request_id].output_tokens
+                self._end(update.request_id, Outcome.FINISHED if is_whole else Outcome.CUT)
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, outcome: Outcome) -> None:
+        self.records[number].outcome = outcome
         self.outputs.pop(number, None)
         self.num_ended += 1
         if self.num_ended % 16 == 0:
@@ -256,9 +280,6 @@ class _Simulation:
                 self.records[event.request_id].wait_s = event.waited_ns / NS_PER_S
             case Preempted():
                 self.num_preemptions += 1
-            case Refused():
-                self.num_refused += 1
-                self.records[event.request_id].is_refused = True
             case _:
                 pass
 

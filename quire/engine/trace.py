@@ -19,20 +19,22 @@ understood as well.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from quire.core.request import MAX_TOKEN_ID, Priority
+from quire.core.request import MAX_SALT, MAX_TOKEN_ID, Priority
 from quire.errors import InvalidRequest, TraceError
 
 VOCAB_SIZE = 32_000
 MOONCAKE_BLOCK = 512
 MAX_TOKENS = 10_000_000  # of one prompt or answer: beyond any context, and small enough to hold
+MAX_SECONDS = 1e9
+MAX_REQUESTS = 1_000_000  # of a synthetic trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class TraceRequest:
     def as_line(self) -> str:
         """One line of a trace file, with the fields that differ from their defaults."""
         fields = {name: value for name, value in asdict(self).items() if value not in ((), "", None)}
+        if self.prompt:
+            del fields["prompt_tokens"]
         fields["priority"] = self.priority.name
         return json.dumps(fields)
 
@@ -75,15 +79,20 @@ def text(name: str, count: int) -> list[int]:
 # Recorded traces
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """In order of arrival. Raises `TraceError` with line and field at the first thing that is wrong."""
+def read_trace(path: str) -> list[TraceRequest]:
+    """In order of arrival; `-` is standard input. Raises `TraceError` with line and field at the first thing wrong."""
     try:
-        with path.open(encoding="utf-8") as lines:
-            requests = list(_parse_lines(path.name, lines))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path.name}: {error}") from None
+        if path == "-":
+            requests = list(_parse_lines("standard input", sys.stdin))
+        else:
+            with Path(path).open(encoding="utf-8-sig") as lines:
+                requests = list(_parse_lines(path, lines))
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
     if not requests:
-        raise TraceError(f"{path.name}: no requests")
+        raise TraceError(f"{path}: no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
@@ -93,107 +102,131 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
             continue
         where = f"{name} line {number}"
         try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise TraceError(f"{where}: not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise TraceError(f"{where}: not an object but {type(fields).__name__}")
-        yield _mooncake(where, fields) if "hash_ids" in fields else _parse(where, fields)
+            fields = json.loads(line, object_pairs_hook=list)
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+            raise TraceError(f"{where}: not a JSON object on one line ({reason})") from None
+        if not isinstance(fields, list) or not all(isinstance(pair, tuple) for pair in fields):
+            raise TraceError(f"{where}: not a JSON object on one line")
+        yield _parse(_Line(where, fields))
 
 
-def _parse(where: str, fields: Mapping[str, Any]) -> TraceRequest:
-    known = TraceRequest.__dataclass_fields__
-    for field in fields:
-        if field not in known:
-            raise TraceError(f"{where}: field {field!r} is not known; known are {', '.join(known)}")
-    if "prompt" in fields and (clash := [name for name in ("prompt_tokens", "shared") if name in fields]):
-        raise TraceError(f"{where}: field 'prompt' says all there is to say; leave out {' and '.join(clash)}")
-    prompt = _tokens(where, fields["prompt"]) if "prompt" in fields else ()
-    shared = _shared(where, fields.get("shared", []))
-    prompt_tokens = len(prompt) or _integer(where, fields, "prompt_tokens", 1)
-    if sum(count for _, count in shared) > prompt_tokens:
-        raise TraceError(f"{where}: field 'shared' has more tokens than prompt_tokens = {prompt_tokens}")
-    cancel = _number(where, fields, "cancel_after_s") if fields.get("cancel_after_s") is not None else None
-    return TraceRequest(
-        arrival_s=_number(where, fields, "arrival_s"),
+class _Line:
+    """The fields of one line, taken out one by one; what is left over was not understood."""
+
+    def __init__(self, where: str, pairs: Sequence[tuple[str, Any]]) -> None:
+        self.where = where
+        self.fields: dict[str, Any] = {}
+        for field, value in pairs:
+            if field in self.fields:
+                raise self.error(field, "is there twice")
+            self.fields[field] = value
+        # null means what leaving the field out means
+        self.fields = {field: value for field, value in self.fields.items() if value is not None}
+
+    def error(self, field: str, problem: str) -> TraceError:
+        return TraceError(f"{self.where}: field {field!r} {problem}")
+
+    def wrong(self, field: str, value: Any, wanted: str) -> TraceError:
+        shown = repr(value)
+        return self.error(field, f"= {shown if len(shown) <= 60 else shown[:57] + '...'} is not {wanted}")
+
+    def take(self, field: str) -> Any:
+        if field not in self.fields:
+            raise self.error(field, "is missing")
+        return self.fields.pop(field)
+
+    def seconds(self, field: str, most: float = MAX_SECONDS) -> float:
+        value = self.take(field)
+        if type(value) not in (int, float) or not 0 <= value <= most:
+            raise self.wrong(field, value, f"a number from 0 to {most:g}")
+        return float(value)
+
+    def count(self, field: str, least: int) -> int:
+        value = self.take(field)
+        if type(value) is not int or not least <= value <= MAX_TOKENS:
+            raise self.wrong(field, value, f"a whole number from {least} to {MAX_TOKENS}")
+        return value
+
+    def string(self, field: str) -> str:
+        value = self.fields.pop(field, "")
+        if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_SALT:
+            raise self.wrong(field, value, f"a printable string of at most {MAX_SALT} characters")
+        return value
+
+    def finish(self, known: Iterable[str]) -> None:
+        for field in self.fields:
+            raise self.error(field, f"is not known; known are {', '.join(known)}")
+
+
+def _parse(line: _Line) -> TraceRequest:
+    if "hash_ids" in line.fields or "input_length" in line.fields:
+        return _mooncake(line)
+    prompt = _token_ids(line) if "prompt" in line.fields else ()
+    if prompt and (clash := [name for name in ("prompt_tokens", "shared") if name in line.fields]):
+        raise line.error("prompt", f"says all there is to say; leave out {' and '.join(clash)}")
+    prompt_tokens = len(prompt) or line.count("prompt_tokens", 1)
+    shared = _shared(line)
+    if (num_shared := sum(count for _, count in shared)) > prompt_tokens:
+        raise line.error("shared", f"has {num_shared} tokens, more than {prompt_tokens = }")
+    request = TraceRequest(
+        arrival_s=line.seconds("arrival_s"),
         prompt_tokens=prompt_tokens,
-        output_tokens=_integer(where, fields, "output_tokens", 1),
+        output_tokens=line.count("output_tokens", 1),
         shared=shared,
-        output=_string(where, fields, "output"),
+        output=line.string("output"),
         prompt=prompt,
-        priority=_priority(where, fields.get("priority", "NORMAL")),
-        salt=_string(where, fields, "salt"),
-        cancel_after_s=cancel,
+        priority=_priority(line),
+        salt=line.string("salt"),
+        cancel_after_s=line.seconds("cancel_after_s") if "cancel_after_s" in line.fields else None,
     )
+    line.finish(TraceRequest.__dataclass_fields__)
+    return request
 
 
-def _mooncake(where: str, fields: Mapping[str, Any]) -> TraceRequest:
-    prompt_tokens = _integer(where, fields, "input_length", 1)
-    hashes = fields["hash_ids"]
-    if not isinstance(hashes, list) or not all(isinstance(one, int) for one in hashes):
-        raise TraceError(f"{where}: field 'hash_ids' is not a list of numbers")
-    shared = tuple((f"hash {one}", MOONCAKE_BLOCK) for one in hashes[: prompt_tokens // MOONCAKE_BLOCK])
-    return TraceRequest(
-        arrival_s=_number(where, fields, "timestamp") / 1000,
+def _mooncake(line: _Line) -> TraceRequest:
+    prompt_tokens = line.count("input_length", 1)
+    hashes = line.take("hash_ids")
+    if not isinstance(hashes, list) or not all(type(one) is int for one in hashes):
+        raise line.wrong("hash_ids", hashes, "a list of whole numbers")
+    request = TraceRequest(
+        arrival_s=line.seconds("timestamp", 1000 * MAX_SECONDS) / 1000,
         prompt_tokens=prompt_tokens,
-        output_tokens=max(1, _integer(where, fields, "output_length", 0)),
-        shared=shared,
+        output_tokens=max(1, line.count("output_length", 0)),
+        shared=tuple((f"hash {one}", MOONCAKE_BLOCK) for one in hashes[: prompt_tokens // MOONCAKE_BLOCK]),
     )
+    line.finish(("timestamp", "input_length", "output_length", "hash_ids"))
+    return request
 
 
-def _number(where: str, fields: Mapping[str, Any], field: str) -> float:
-    value = _present(where, fields, field)
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise TraceError(f"{where}: field {field!r} = {value!r} is not a number from 0 up")
-    return float(value)
-
-
-def _integer(where: str, fields: Mapping[str, Any], field: str, least: int) -> int:
-    value = _present(where, fields, field)
-    if type(value) is not int or not least <= value <= MAX_TOKENS:
-        raise TraceError(f"{where}: field {field!r} = {value!r} is not a whole number from {least} to {MAX_TOKENS}")
-    return value
-
-
-def _string(where: str, fields: Mapping[str, Any], field: str) -> str:
-    value = fields.get(field, "")
-    if not isinstance(value, str):
-        raise TraceError(f"{where}: field {field!r} = {value!r} is not a string")
-    return value
-
-
-def _present(where: str, fields: Mapping[str, Any], field: str) -> Any:
-    if field not in fields:
-        raise TraceError(f"{where}: field {field!r} is missing")
-    return fields[field]
-
-
-def _priority(where: str, value: Any) -> Priority:
+def _priority(line: _Line) -> Priority:
+    value = line.fields.pop("priority", Priority.NORMAL.name)
     if not isinstance(value, str) or value.upper() not in Priority.__members__:
-        raise TraceError(f"{where}: field 'priority' = {value!r} is not one of {', '.join(Priority.__members__)}")
+        raise line.wrong("priority", value, f"one of {', '.join(Priority.__members__)}")
     return Priority[value.upper()]
 
 
-def _tokens(where: str, value: Any) -> tuple[int, ...]:
+def _token_ids(line: _Line) -> tuple[int, ...]:
+    value = line.take("prompt")
     if not isinstance(value, list) or not value:
-        raise TraceError(f"{where}: field 'prompt' is not a list of token ids")
+        raise line.wrong("prompt", value, "a list of token ids")
     for position, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise TraceError(f"{where}: field 'prompt'[{position}] = {token!r} is not a token id")
+            raise line.wrong(f"prompt[{position}]", token, f"a token id from 0 to {MAX_TOKEN_ID}")
     return tuple(value)
 
 
-def _shared(where: str, value: Any) -> tuple[tuple[str, int], ...]:
-    match value:
-        case list() if all(_is_part(part) for part in value):
-            return tuple((name, count) for name, count in value)
-    raise TraceError(f"{where}: field 'shared' = {value!r} is not a list of [name, tokens]")
+def _shared(line: _Line) -> tuple[tuple[str, int], ...]:
+    value = line.fields.pop("shared", [])
+    if not isinstance(value, list) or not all(_is_part(part) for part in value):
+        raise line.wrong("shared", value, "a list of [name, tokens]")
+    return tuple((name, count) for name, count in value)
 
 
 def _is_part(part: Any) -> bool:
     match part:
-        case [str(), int(count)] if type(count) is int and 1 <= count <= MAX_TOKENS:
-            return True
+        case [str(name), int(count)] if type(count) is int:
+            return name.isprintable() and 1 <= count <= MAX_TOKENS
     return False
 
 
@@ -201,15 +234,15 @@ def _is_part(part: Any) -> bool:
 
 
 def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: float = 0.6) -> list[TraceRequest]:
-    """A small team's day: chats that come back turn after turn, one-off questions, and batch jobs over documents.
+    """A small team at work: chats that come back turn after turn, one-off questions, and batch jobs over documents.
 
     Arrivals are Poisson with bursts. Chats are HIGH and share a system prompt, one-offs NORMAL, batch jobs LOW and
     long. `rate` is requests per second.
     """
-    if num_requests < 1:
-        raise InvalidRequest(f"{num_requests = } is less than 1")
-    if not rate > 0:
-        raise InvalidRequest(f"{rate = } is not above 0")
+    if not 1 <= num_requests <= MAX_REQUESTS:
+        raise InvalidRequest(f"requests = {num_requests} is not from 1 to {MAX_REQUESTS}")
+    if not 1e-6 <= rate <= 1e6:
+        raise InvalidRequest(f"{rate = } is not from 1e-6 to 1e6 requests per second")
     random = Random(seed)
     chats: list[tuple[tuple[str, int], ...]] = []
     requests: list[TraceRequest] = []
@@ -240,4 +273,4 @@ def _chat_turn(random: Random, number: int, now_s: float, chats: list[tuple[tupl
     length = sum(count for _, count in prompt)
     if length < 6_000:
         chats.append((*prompt, answer))
-    return TraceRequest(now_s, length, answer[1], shared=prompt, output=answer[0], priority=Priority.HIGH, salt="")
+    return TraceRequest(now_s, length, answer[1], shared=prompt, output=answer[0], priority=Priority.HIGH)

@@ -12,49 +12,59 @@ import pytest
 from quire import __version__
 
 
-def quire(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from quire.cli.main import run; run()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+def quire(*arguments: str, folder: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
 
 
 def test_version_and_bare_call() -> None:
     assert quire("--version").stdout.strip() == f"quire {__version__}"
-    assert "sim" in quire().stdout
+    assert "sim  Run the real scheduler" in quire().stderr
 
 
 def test_sim_prints_a_table_a_person_can_read() -> None:
     outcome = quire("sim", "--requests", "80", "--blocks", "300", "--blocks", "2000")
     assert outcome.returncode == 0, outcome.stderr
-    for word in (
-        "policy",
-        "aging",
-        "fcfs",
-        "2,000",
-        "TTFT p50",
-        "wait p50",
-        "hits",
-        "preempted",
-        "HIGH",
-        "NORMAL",
-        "LOW",
-    ):
+    for word in ("policy", "aging", "fcfs", "2,000", "GiB", "TTFT", "wait", "hits", "empted", "HIGH", "NORMAL", "LOW"):
         assert word in outcome.stdout
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    assert outcome.stderr == ""
+
+
+def test_sim_says_what_was_not_answered_in_full(tmp_path: Path) -> None:
+    lines = [
+        {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 5000},
+        {"arrival_s": 0, "prompt_tokens": 9000, "output_tokens": 5},
+        {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 500, "cancel_after_s": 0.1, "priority": "LOW"},
+    ]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = quire("sim", "t.jsonl", "--blocks", "50", "--policy", "aging", folder=tmp_path)
+    assert "1 of 2 NORMAL cut at the end of the context" in outcome.stdout
+    assert "1 of 2 NORMAL refused: too long for the pool" in outcome.stdout
+    assert "1 of 1 LOW not answered in full: the client left" in outcome.stdout
+    assert (
+        "1 of 2 NORMAL refused" in quire("sim", "-", "--blocks", "50", stdin=(tmp_path / "t.jsonl").read_text()).stdout
+    )
 
 
 def test_sim_gives_json_for_programs() -> None:
     outcome = quire("sim", "--requests", "60", "--policy", "aging", "--blocks", "500", "--json", "--no-cache")
-    (run,) = json.loads(outcome.stdout)
+    document = json.loads(outcome.stdout)
+    assert document["machine"]["kv_bytes"] == 131_072
+    assert document["config"]["block_size"] == 32
+    (run,) = document["runs"]
     assert (run["policy"], run["blocks"], run["hit_rate"]) == ("aging", 500, 0)
     assert run["output_tokens_per_s"] > 0
     assert sum(tier["requests"] for tier in run["tiers"].values()) == 60
-    assert {"ttft_s_p50", "ttft_s_p95", "wait_s_p50", "wait_s_p95", "wait_s_max"} <= set(run["tiers"]["HIGH"])
+    names = {f"{name}_{kind}" for name in ("ttft_s", "wait_s", "tpot_s", "total_s") for kind in ("p50", "p95", "max")}
+    assert names | {"finished", "cut", "left", "too_long", "queue_full"} <= set(run["tiers"]["HIGH"])
 
 
 def test_a_saved_trace_gives_the_same_figures_again(tmp_path: Path) -> None:
     options = ("--policy", "aging", "--blocks", "400", "--json")
     first = quire("sim", "--requests", "60", "--save-trace", "day.jsonl", *options, folder=tmp_path)
     again = quire("sim", "day.jsonl", *options, folder=tmp_path)
-    assert first.stdout == again.stdout
+    assert json.loads(first.stdout)["runs"] == json.loads(again.stdout)["runs"]
     assert len((tmp_path / "day.jsonl").read_text().splitlines()) == 60
 
 
@@ -79,18 +89,25 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.jsonl"], "nowhere.jsonl: "),
-        (["--policy", "lifo"], "policy = 'lifo' is not one of aging, fcfs"),
-        (["--blocks", "1"], "num_blocks = 1 is less than 2"),
-        (["--block-size", "33"], "block_size = 33 is not a power of two"),
+        (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+        (["--policy", "lifo"], "--policy = 'lifo' is not one of aging, fcfs"),
+        (["--blocks", "1"], "--blocks 1 is not from 2"),
+        (["--blocks", "1000000000"], "--blocks 1000000000 is not from 2 to 10000000"),
+        (["--block-size", "33"], "--block-size = 33 is not a power of two"),
         (["--machine", "abacus"], "--machine 'abacus' is not one of cpu-smollm2-135m"),
-        (["--base-ms", "-1"], "base_ms = -1"),
-        (["--requests", "0"], "num_requests = 0"),
-        (["--rate", "0"], "rate = 0"),
-        (["--max-seqs", "0"], "max_seqs = 0"),
-        (["--max-step-tokens", "3"], "max_step_tokens = 3 is less than max_seqs"),
-        (["--patience", "-3"], "patience_s = -3"),
+        (["--base-ms", "-1"], "--base-ms = -1"),
+        (["--kv-bytes", "0"], "--kv-bytes 0 is less than 1"),
+        (["--requests", "0"], "--requests = 0 is not from 1"),
+        (["--rate", "0"], "--rate = 0"),
+        (["--max-seqs", "0"], "--max-seqs = 0"),
+        (["--max-waiting", "0"], "--max-waiting = 0"),
+        (["--max-step-tokens", "3"], "--max-step-tokens = 3 is less than max_seqs"),
+        (["--patience", "-3"], "--patience = -3"),
+        (["--patience", "3", "--policy", "fcfs"], "--patience means something only under --policy aging"),
+        (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),
         (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),
+        (["--save-trace", "."], "--save-trace . is a folder"),
     ],
 )
 def test_bad_options_are_one_line_on_stderr(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.request import Priority
-from quire.engine.simulate import MACHINES, SimConfig, StepTime, percentile, simulate
+from quire.engine.simulate import MACHINES, Outcome, SimConfig, StepTime, percentile, simulate
 from quire.engine.trace import TraceRequest, synthesize
 from quire.errors import InvalidRequest
 
@@ -58,7 +58,7 @@ def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
 def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
     trace = [TraceRequest(0, 10, 100, cancel_after_s=5.0), TraceRequest(0, 10, 100, cancel_after_s=0.0)]
     report = simulate(trace, SimConfig(max_seqs=1), SECOND)
-    assert [record.finish_s for record in report.records] == [None, None]
+    assert [record.outcome for record in report.records] == [Outcome.LEFT, Outcome.LEFT]
     assert report.records[0].num_outputs in (4, 5)
     assert report.records[1].num_outputs == 0
     assert report.makespan_s < 10
@@ -66,14 +66,44 @@ def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
 
 def test_what_never_fits_is_refused_and_counted() -> None:
     report = simulate([TraceRequest(0, 10_000, 1), TraceRequest(0, 10, 1)], SimConfig(num_blocks=10), SECOND)
-    assert report.num_refused == 1
-    assert report.records[0].is_refused
+    assert [record.outcome for record in report.records] == [Outcome.TOO_LONG, Outcome.FINISHED]
     assert report.records[1].finish_s == 1.0
+    full = simulate([TraceRequest(0, 10, 9)] * 3, SimConfig(max_seqs=1, max_waiting=1), SECOND)
+    assert [record.outcome for record in full.records] == [Outcome.FINISHED, Outcome.QUEUE_FULL, Outcome.QUEUE_FULL]
+
+
+def test_an_answer_cut_by_the_context_is_not_called_finished() -> None:
+    report = simulate([TraceRequest(0, 100, 500)], SimConfig(num_blocks=5), SECOND)
+    (record,) = report.records
+    assert (record.outcome, record.num_outputs) == (Outcome.CUT, 28)
+
+
+def test_time_per_token_is_counted_after_the_first() -> None:
+    (record,) = simulate([TraceRequest(0, 10, 4)], SimConfig(), SECOND).records
+    assert record.tpot_s == 1.0
+    (record,) = simulate([TraceRequest(0, 10, 1)], SimConfig(), SECOND).records
+    assert record.tpot_s is None
+
+
+def test_siblings_that_arrive_together_share_one_prefill_while_the_clock_runs() -> None:
+    trace = [TraceRequest(0, 3000, 50, shared=(("manual", 2900),), priority=Priority.LOW)] * 4
+    for policy in ("aging", "fcfs"):
+        report = simulate(trace, SimConfig(policy=policy, num_blocks=4096), MACHINES["h200-llama3-8b"].step_time)
+        assert report.cache.num_hit_tokens == 3 * 2900
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_is_no_cache_hit() -> None:
+    trace = [TraceRequest(0, 64, 64), TraceRequest(0, 64, 64)]
+    report = simulate(trace, SimConfig(num_blocks=8), SECOND)
+    assert report.num_preemptions > 0
+    assert (report.cache.num_hit_tokens, report.cache.num_recovered_tokens > 0) == (0, True)
 
 
 def test_a_smaller_pool_never_hits_more_and_every_request_is_answered() -> None:
     trace = synthesize(150, 20.0)
-    small, large = (simulate(trace, SimConfig(num_blocks=blocks), MACHINES["h200-llama3-8b"]) for blocks in (300, 4096))
+    small, large = (
+        simulate(trace, SimConfig(num_blocks=blocks), MACHINES["h200-llama3-8b"].step_time) for blocks in (300, 4096)
+    )
     assert small.cache.hit_rate < large.cache.hit_rate
     assert small.num_preemptions > large.num_preemptions == 0
     for report in (small, large):
@@ -84,7 +114,7 @@ def test_a_smaller_pool_never_hits_more_and_every_request_is_answered() -> None:
 
 def test_progress_ends_at_the_number_of_requests() -> None:
     seen: list[int] = []
-    simulate(synthesize(50, 20.0), SimConfig(), MACHINES["h200-qwen3-0.6b"], seen.append)
+    simulate(synthesize(50, 20.0), SimConfig(), MACHINES["h200-qwen3-0.6b"].step_time, seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 50
 
@@ -106,5 +136,6 @@ def test_unknown_policies_are_refused_with_the_known_ones() -> None:
 def test_percentiles_are_nearest_rank() -> None:
     assert percentile([], 0.5) is None
     assert percentile([3.0], 0.95) == 3.0
-    assert percentile(list(range(1, 101)), 0.5) == 51
-    assert percentile(list(range(1, 101)), 0.95) == 96
+    assert percentile([1, 2], 0.5) == 1
+    assert percentile(list(range(1, 101)), 0.5) == 50
+    assert percentile(list(range(1, 101)), 0.95) == 95

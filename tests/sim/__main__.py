@@ -12,12 +12,19 @@ from tests.sim.runs import FOUND, Failure, report, run_worlds
 
 def parse_seeds(text: str) -> range:
     """`2000` is that many worlds, `@77` is world 77, `100:200` a range."""
-    if text.startswith("@"):
-        return range(int(text[1:]), int(text[1:]) + 1)
-    if ":" in text:
-        first, end = text.split(":")
-        return range(int(first), int(end))
-    return range(int(text))
+    try:
+        if text.startswith("@"):
+            seeds = range(int(text[1:]), int(text[1:]) + 1)
+        elif ":" in text:
+            first, end = text.split(":")
+            seeds = range(int(first), int(end))
+        else:
+            seeds = range(int(text))
+    except ValueError:
+        seeds = range(0)
+    if not seeds or seeds[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of worlds, @seed or first:end")
+    return seeds
 
 
 def main() -> int:
@@ -41,4 +48,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(130)

@@ -1,0 +1,5 @@
+"""`python -m quire` is `quire`."""
+
+from quire.cli.main import run
+
+run()
