@@ -135,6 +135,21 @@ def step_us(scheduler: Scheduler, num_steps: int) -> float:
     return statistics.median(samples)
 
 
+def waiting_us(crowd: int) -> float:
+    """Median time of a step that computes a chunk of a prompt for which a crowd of siblings waits."""
+    prompt = Random(3).choices(range(32_000), k=8_192)
+    scheduler = Scheduler(KVCacheManager(40_000), Aging(), max_seqs=crowd + 1, max_step_tokens=crowd + 513)
+    for request_id in range(crowd + 1):
+        scheduler.add(Request(request_id, prompt, SamplingParams(max_tokens=1)), now_ns=request_id)
+    samples = []
+    for step in range(15):
+        begin = time.perf_counter_ns()
+        plan = scheduler.schedule(now_ns=(step + 1) * 10**7)
+        samples.append((time.perf_counter_ns() - begin) / 1000)
+        scheduler.commit(plan, result_of(plan))
+    return statistics.median(samples)
+
+
 def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
     """Whole lives of requests that share nothing, one after the other: mean scheduler time per step."""
     random = Random(2)
@@ -185,6 +200,11 @@ def main() -> int:
     steps = [step_us(decoding(8, size), repeats) for size in sizes]
     print(row(["blocks", *(f"{size:,}" for size in sizes), "last/first"]))
     print(row(["us a step", *(f"{took:,.1f}" for took in steps), f"{steps[-1] / steps[0]:.2f}x"]))
+
+    print("\nschedule, 8,192-token siblings waiting for the one that computes their prompt")
+    crowds = (16, 64) if options.quick else (16, 256, 1_000)
+    print(row(["waiting", *(f"{crowd:,}" for crowd in crowds)]))
+    print(row(["us a step", *(f"{waiting_us(crowd):,.0f}" for crowd in crowds)]))
 
     lives = 3 if options.quick else 20
     pairs = [

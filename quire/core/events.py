@@ -71,7 +71,7 @@ class PinYielded:
     """Pinned blocks became evictable because work needed room, or newer pins did."""
 
     pin_id: str
-    num_blocks: int
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

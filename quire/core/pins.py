@@ -79,7 +79,7 @@ class PinBoard:
             return False
         pin_id, pin = next(iter(self._pins.items()))
         self.unpin(pin_id)
-        self._observe(PinYielded(pin_id, len(pin.blocks)))
+        self._observe(PinYielded(pin_id, tuple(block.block_id for block in pin.blocks)))
         return True
 
     def expire(self, now_ns: int) -> None:

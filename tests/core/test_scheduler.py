@@ -431,7 +431,7 @@ def test_pins_yield_before_anyone_is_preempted() -> None:
     rig.add(2, range(100, 107), max_tokens=12)
     rig.add(3, range(200, 202), max_tokens=5)
     rig.run()
-    assert rig.happened(PinYielded) == [PinYielded("system", 4)]
+    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4))]
     assert rig.happened(Preempted) == []
 
 
@@ -442,7 +442,7 @@ def test_a_pin_alone_never_keeps_a_request_out() -> None:
     rig.cache.pin("system", list(range(16)), "", expires_ns=10**18)
     rig.add(2, range(100, 125), max_tokens=1)
     rig.run()
-    assert rig.happened(PinYielded) == [PinYielded("system", 4)]
+    assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4))]
 
 
 # Ends

@@ -143,6 +143,7 @@ class World:
         self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
         self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
+        self._yielded: set[int] = set()  # blocks of pins that had to give way, until they are evicted
         self._done: dict[bytes, int] = {cache.tree.root(salt): 0 for salt in SALTS}
         self._depth: dict[bytes, int] = {}  # position -> tokens before it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
@@ -473,11 +474,14 @@ class World:
                 self.counts["stale results"] += 1
             case PinYielded():
                 self.counts["pins yielded"] += 1
+                self._yielded.update(event.block_ids)
             case Refused():
                 self.counts[f"refused {event.reason}"] += 1
                 self.counts["refusals"] += 1
             case Evicted():
                 self.counts["evictions with descendants"] += event.num_descendants > 0
+                self.counts["evictions of pinned blocks"] += event.block_id in self._yielded
+                self._yielded.discard(event.block_id)
             case _:
                 pass
 
