@@ -232,7 +232,6 @@ MUTANTS = (
         "core/planner.py",
         "                return True\n        return False\n\n    def _note_pending",
         "                return False\n        return False\n\n    def _note_pending",
-        "tests/core/test_scheduler.py",
     ),
     _mutant("pins never expire", "core/scheduler.py", "        self.cache.pins.expire(now_ns)\n", ""),
     _mutant(
@@ -294,12 +293,17 @@ MUTANTS = (
         "core/planner.py",
         "            while prefills and prefills[-1][0] < key:\n",
         "            while False:\n",
-        "tests/core/test_policy.py",
     ),
     _mutant(
         "twins remembered twice",
         "core/pool.py",
         "if block.parent_key is not None and self._tree.is_redundant(block):",
         "if False:",
+    ),
+    _mutant(
+        "running keys move with the clock",
+        "core/planner.py",
+        "prefills = [(self._key(r), r)",
+        "prefills = [((self._policy.key(r) + step.now_ns - r.enqueued_ns, r.sequence), r)",
     ),
 )

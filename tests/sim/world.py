@@ -40,6 +40,15 @@ def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
     return bytes([hash_block_tokens(parent_key, tokens)[0] % 16])
 
 
+def common_length(a: list[int], b: list[int]) -> int:
+    length = 0
+    for ours, theirs in zip(a, b, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length
+
+
 class WorldFailure(AssertionError):
     """Something a client could notice is wrong."""
 
@@ -59,6 +68,7 @@ class Book:
     urgency: int = 0  # of a running request
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
+    is_fork: bool = False  # waits for its parent, and for nobody else
     num_seen: int = 0  # tokens whose prefixes are in `seen`
     prefix: int = 0  # digest of those tokens
 
@@ -312,7 +322,7 @@ class World:
             if token in sampling.stop_token_ids and count > sampling.min_tokens:
                 tokens, reason = tokens[:count], FinishReason.STOP
                 break
-        book = Book(request, prompt, tokens, reason, self.now_ns, self.now_ns)
+        book = Book(request, prompt, tokens, reason, self.now_ns, self.now_ns, is_fork=is_fork)
         self.books[request.request_id] = book
         self._enqueue(book)
 
@@ -512,6 +522,8 @@ class World:
             is_excused = self._has_preempted or self.setup.is_colliding
             if is_skipped and not is_excused and rival.key < book.key and not self._awaits_prefix(rival):
                 raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
+        if not book.is_fork and self._should_have_waited(book):
+            raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
         book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
         self._require(event.waited_ns == book.waited_ns, f"{book.request!r} reports a wrong age")
@@ -527,13 +539,22 @@ class World:
                 continue
             if owner is book.request.parent:
                 return True
-            common = 0
-            for ours, theirs in zip(book.request.tokens, owner.tokens, strict=False):
-                if ours != theirs:
-                    break
-                common += 1
-            if common // size > owner.num_computed // size:
+            if common_length(book.request.tokens, owner.tokens) // size > owner.num_computed // size:
                 return True
+        return False
+
+    def _should_have_waited(self, book: Book) -> bool:
+        """Whether a prompt in progress, ahead of a request that begins, was about to give it its next block."""
+        setup, request = self.setup, book.request
+        if setup.is_colliding or not setup.is_caching or request.sampling.prompt_logprobs is not None:
+            return False
+        for owner in self.scheduler.running:
+            is_ahead = self.books[owner.request_id].key < book.key and owner.salt == request.salt
+            if is_ahead and len(owner.tokens) - owner.num_computed > 1:
+                end = (owner.num_computed // setup.block_size + 1) * setup.block_size
+                was_found = self._started.get(request.request_id, 0) >= min(end, len(request.tokens) - 1)
+                if common_length(request.tokens, owner.tokens) >= end and not was_found:
+                    return True
         return False
 
     def _on_preempted(self, event: Preempted) -> None:
