@@ -79,6 +79,12 @@ class KVCacheManager:
     def chain(self, request: Request) -> TokenChain:
         if request.chain is None:
             request.chain = self.tree.chain(request.tokens, request.salt)
+            parent = request.parent
+            if parent is not None and parent.chain is not None and parent.salt == request.salt:
+                num_common = min(len(parent.tokens), len(request.tokens)) // self.block_size
+                num_tokens = num_common * self.block_size
+                if parent.tokens[:num_tokens] == request.tokens[:num_tokens]:
+                    request.chain.inherit(parent.chain, num_common)  # n samples hash their prompt once
         return request.chain
 
     def match(self, request: Request) -> PrefixHit:
@@ -93,7 +99,7 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> PrefixHit:
         """What `parent` has computed of `child`'s context, as a hit on its own blocks: no tree needed, none evicted.
 
-        The tail is always copied: the parent goes on writing into its own.
+        Nothing, if their texts differ that far. The tail is always copied: the parent goes on writing into its own.
         """
         num_tokens = min(parent.num_computed, len(child.tokens) - 1)
         if child.salt != parent.salt or child.tokens[:num_tokens] != parent.tokens[:num_tokens]:
@@ -123,9 +129,18 @@ class KVCacheManager:
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
         """Why this hit of the request's goes no further."""
-        if not self._is_searched(request) and not hit.is_fork:
-            return CacheExplanation(0, 0, 0, StopReason.OFF)
+        if not self._is_searched(request):
+            is_complete = 0 < hit.num_tokens == len(request.tokens) - 1  # from a parent
+            reason = StopReason.COMPLETE if is_complete else StopReason.OFF
+            return CacheExplanation(hit.num_tokens, len(hit.blocks), hit.num_tokens, reason)
         return self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
+
+    def can_publish(self, request: Request, index: int) -> bool:
+        """Whether the block before this one is in the tree: it is not after a `clear`, or a collision."""
+        if index == 0:
+            return True
+        parent = self.pool.blocks[request.block_table[index - 1]]
+        return parent.key is not None and parent.key == self.chain(request).key(index - 1)
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -196,7 +211,7 @@ class KVCacheManager:
         while request.num_published < num_full:
             index = request.num_published
             request.num_published += 1
-            if self._has_parent(request, index):
+            if self.can_publish(request, index):
                 chain = self.chain(request)
                 block = self.pool.blocks[request.block_table[index]]
                 self.pool.publish(block, chain.parent_key(index), chain.key(index), chain.block(index))
@@ -204,7 +219,7 @@ class KVCacheManager:
     def publish_tail(self, request: Request) -> None:
         """Offer the last, partly filled block as well."""
         index, num_tail = divmod(request.num_computed, self.block_size)
-        if not num_tail or not self.is_caching or not self._has_parent(request, index):
+        if not num_tail or not self.is_caching or not self.can_publish(request, index):
             return
         chain = self.chain(request)
         tokens = chain.run(index * self.block_size, request.num_computed)
@@ -231,13 +246,6 @@ class KVCacheManager:
         """Forget all cached content and all pins. Running requests keep their blocks."""
         self.pins.clear()
         self.pool.clear()
-
-    def _has_parent(self, request: Request, index: int) -> bool:
-        """Whether the block before this one is in the tree: it is not after a `clear`, or a collision."""
-        if index == 0:
-            return True
-        parent = self.pool.blocks[request.block_table[index - 1]]
-        return parent.key is not None and parent.key == self.chain(request).key(index - 1)
 
     def _record(self, request: Request, hit: PrefixHit) -> None:
         if request.num_preemptions:

@@ -19,12 +19,10 @@ from quire.core.prefix import CacheExplanation, PrefixHit
 from quire.core.request import Request, RequestState
 from quire.core.running import RunningSet
 from quire.core.step import BlockCopy, SeqSlice
-from quire.core.waiting import WaitingQueue
+from quire.core.waiting import Key, WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
 MAX_PREFIX_WAITERS = 1024  # stepped over in one pass, at a few microseconds each; beyond it nobody is admitted
-
-_Key = tuple[int, int]  # the policy's key, then order of arrival
 
 
 class _Way(NamedTuple):
@@ -38,6 +36,7 @@ class StepDraft:
     """A plan in the making."""
 
     __slots__ = (
+        "admitted",
         "budget",
         "copies",
         "has_in_flight",
@@ -56,8 +55,10 @@ class StepDraft:
         self.shares: dict[int, int] = {}  # request in prefill -> tokens it may compute
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
+        self.admitted: set[int] = set()  # in this step
         self.victims: list[Request] = []  # preempted in this step
-        self.pending: dict[int, set[bytes]] = {}  # block number -> keys that someone ahead is to compute next
+        # Block number -> chain key of a block that someone is to compute next -> the policy's key of the first of them
+        self.pending: dict[int, dict[bytes, Key]] = {}
         self.skipped: list[Request] = []  # wait for a prefix in flight
 
 
@@ -86,6 +87,7 @@ class Planner:
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self._observe = observe
+        self._last_failure: tuple[int, ...] = ()  # of `_find_way`
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
@@ -118,8 +120,8 @@ class Planner:
     def _share_prompts(self, step: StepDraft) -> None:
         prefills = [(self._key(r), r) for r in self._running if len(r.tokens) - r.num_computed > 1]
         prefills.sort(key=itemgetter(0), reverse=True)  # the first is at the end
-        while (head := self._waiting.head()) is not None:
-            key = self._key(head)
+        while (first := self._waiting.head()) is not None:
+            key, head = first
             while prefills and prefills[-1][0] < key:
                 self._continue_prompt(step, prefills.pop()[1])
             if len(step.skipped) >= MAX_PREFIX_WAITERS:
@@ -131,7 +133,7 @@ class Planner:
         while prefills:
             self._continue_prompt(step, prefills.pop()[1])
 
-    def _key(self, request: Request) -> _Key:
+    def _key(self, request: Request) -> Key:
         return (self._policy.key(request), request.sequence)
 
     def _continue_prompt(self, step: StepDraft, request: Request) -> None:
@@ -204,7 +206,7 @@ class Planner:
 
     # Admission
 
-    def _awaits_prefix(self, step: StepDraft, request: Request, key: _Key) -> bool:
+    def _awaits_prefix(self, step: StepDraft, request: Request, key: Key) -> bool:
         """Whether someone ahead of this request is computing what both need.
 
         Stateless: asked anew in every pass, so it is simply false once the owner is done, preempted or gone.
@@ -217,9 +219,11 @@ class Planner:
         if not self._cache.is_caching:
             return False
         chain, num_full = self._cache.chain(request), len(request.tokens) // self._cache.block_size
-        for number, keys in step.pending.items():
-            if number < num_full and (name := chain.key(number)) in keys and self._cache.tree.standing(name) is None:
-                return True
+        for number, owners in step.pending.items():
+            if number < num_full:
+                name = chain.key(number)
+                if name in owners and owners[name] < key and self._cache.tree.standing(name) is None:
+                    return True
         return False
 
     def _note_pending(self, step: StepDraft, owner: Request) -> None:
@@ -228,8 +232,11 @@ class Planner:
         Who shares a later one with it shares this one too.
         """
         number = owner.num_computed // self._cache.block_size
-        if (number + 1) * self._cache.block_size <= len(owner.tokens) and owner.state is RequestState.RUNNING:
-            step.pending.setdefault(number, set()).add(self._cache.chain(owner).key(number))
+        is_known = (number + 1) * self._cache.block_size <= len(owner.tokens)
+        if is_known and self._cache.can_publish(owner, number):
+            owners, key = step.pending.setdefault(number, {}), self._key(owner)
+            name = self._cache.chain(owner).key(number)
+            owners[name] = min(key, owners.get(name, key))
 
     def _skip(self, step: StepDraft, request: Request) -> None:
         self._waiting.remove(request)
@@ -242,20 +249,33 @@ class Planner:
         """Start a waiting request, or leave everything as it is.
 
         It gets blocks for its whole known context at once, and leaves one for each request that runs: they all grow,
-        and would preempt it soon. What it lacks it may take from less urgent ones of lower tiers.
+        and would preempt it soon. What it lacks it may take from less urgent ones of lower tiers. Who may not preempt
+        leaves a slot and a block for those who stepped aside for a prefix, or all who come later would pass them.
         """
         may_preempt, now_ns = self._policy.may_preempt, step.now_ns
-        if step.budget < 1 or not all(may_preempt(request, victim, now_ns) for victim in step.victims):
+        if not all(may_preempt(request, victim, now_ns) for victim in step.victims):
             return False  # no ordinary admission in a step that preempted
+        is_entitled = any(may_preempt(request, running, now_ns) for running in self._running)
+        num_kept = 0 if is_entitled else min(len(step.skipped), self._running.max_seqs // 2)
         while True:
-            hit, missing = self._find_room(request)
-            if missing <= 0 and self._running.has_free_slot:
+            victims = [
+                running
+                for running in self._running
+                if may_preempt(request, running, now_ns) and running.request_id not in step.admitted
+            ]
+            has_slot = self._running.num_free_slots > num_kept
+            if not victims and (step.budget < 1 or not has_slot):
+                return False
+            hit = self._find_hit(request, now_ns)
+            hit, missing = self._find_room(request, hit, len(self._running) + num_kept)
+            if missing <= 0 and has_slot:
+                if step.budget < 1:
+                    return False
                 self._admit(step, request, hit)
                 return True
-            victims = [running for running in self._running if may_preempt(request, running, now_ns)]
-            if self._running and not victims:
+            if not victims and self._running and not self._needs_pins(request, hit):
                 return False
-            way = self._find_way(hit, missing, victims)
+            way = self._find_way(request, hit, missing, victims, has_slot=has_slot)
             if way is None:
                 if not self._running and not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
@@ -265,18 +285,30 @@ class Planner:
             for victim in way.victims:
                 self._preempt(step, victim, request)
 
-    def _find_room(self, request: Request) -> tuple[PrefixHit, int]:
-        """What the cache has for a request, and how many blocks are missing for the rest."""
-        hit = self._find_hit(request)
-        spare, upto = len(self._running), len(request.tokens)
+    def _find_room(self, request: Request, hit: PrefixHit, spare: int) -> tuple[PrefixHit, int]:
+        """What of a hit to use, and how many blocks are then missing for the rest."""
+        upto = len(request.tokens)
         missing = self._cache.shortage(request, upto, hit) + spare
         if missing > 0 and hit.tail is not None:
             hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
             missing = self._cache.shortage(request, upto, hit) + spare
         return hit, missing
 
-    def _find_way(self, hit: PrefixHit, missing: int, victims: list[Request]) -> _Way | None:
-        """The fewest pins, and then the fewest victims from the back, without which an admission fits."""
+    def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request could not begin though everyone else were gone, as long as the pins stay."""
+        num_needed = -(-len(request.tokens) // self._cache.block_size) - len(hit.blocks)
+        return num_needed > self._cache.pool.num_usable - self._cache.pins.num_blocks
+
+    def _find_way(
+        self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_slot: bool
+    ) -> _Way | None:
+        """The fewest pins, and then the fewest victims from the back, without which an admission fits.
+
+        That takes a look at every block they hold, so a failure is remembered until something is released.
+        """
+        attempt = (request.epoch, len(victims), missing, self._cache.pool.num_releases)
+        if attempt == self._last_failure:
+            return None
         blocks = self._cache.pool.blocks
         kept = {block.block_id for block in hit.blocks}  # freed or not, these are the request's own
         holders: Counter[int] = Counter()
@@ -285,28 +317,36 @@ class Planner:
             holders.update(block_ids)
             return sum(holders[block] == blocks[block].ref_count and block not in kept for block in block_ids)
 
+        chosen: list[Request] = []
+        candidates = iter(reversed(victims))
+        if not has_slot and (last := next(candidates, None)) is not None:
+            chosen.append(last)  # someone has to leave a slot; perhaps that is enough
+            missing -= count_freed(last.block_table) + 1  # and the block it need not be left
         num_pins = 0
         for pin in self._cache.pins:
             if missing <= 0:
                 break
             missing -= count_freed([block.block_id for block in pin.blocks])
             num_pins += 1
-        chosen: list[Request] = []
-        for victim in reversed(victims):
-            if missing <= 0 and (chosen or self._running.has_free_slot):
+        for victim in candidates:
+            if missing <= 0:
                 break
-            missing -= count_freed(victim.block_table) + 1  # and the block it need not be left
+            missing -= count_freed(victim.block_table) + 1
             chosen.append(victim)
-        is_enough = missing <= 0 and (chosen or self._running.has_free_slot)
-        return _Way(num_pins, chosen) if is_enough else None
+        if missing <= 0 and (has_slot or chosen):
+            return _Way(num_pins, chosen)
+        self._last_failure = attempt
+        return None
 
-    def _find_hit(self, request: Request) -> PrefixHit:
+    def _find_hit(self, request: Request, now_ns: int) -> PrefixHit:
         hit = self._cache.match(request)
         parent = request.parent
-        if parent is not None and parent.state is RequestState.RUNNING and request.sampling.prompt_logprobs is None:
-            fork = self._cache.fork(parent, request)
-            return fork if fork.num_tokens > hit.num_tokens else hit
-        return hit
+        if parent is None or parent.state is not RequestState.RUNNING or request.sampling.prompt_logprobs is not None:
+            return hit
+        if self._policy.may_preempt(request, parent, now_ns):
+            return hit  # a parent that may have to go is nothing to build on
+        fork = self._cache.fork(parent, request)
+        return fork if fork.num_tokens > hit.num_tokens else hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         if not request.num_preemptions:
@@ -320,6 +360,7 @@ class Planner:
         is_resumed = request.num_preemptions > 0
         if not is_resumed:
             request.num_cached_tokens = hit.num_tokens
+        step.admitted.add(request.request_id)
         slot = self._running.add(request)
         step.budget -= 1
         self._share(step, request, len(request.tokens) - hit.num_tokens)
@@ -336,3 +377,4 @@ class Planner:
         victim.state = RequestState.WAITING
         self._waiting.push(victim)
         step.victims.append(victim)
+        step.budget += step.shares.pop(victim.request_id, 1)

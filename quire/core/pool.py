@@ -40,6 +40,7 @@ class BlockPool:
         self._num_cached = 0
         self._num_shared = 0
         self._num_evictions = 0
+        self.num_releases = 0  # a count of changes, for those who remember what did not fit
 
     @property
     def num_usable(self) -> int:
@@ -86,6 +87,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference each. Pass blocks in table order; they are released tail first."""
+        self.num_releases += len(blocks)
         for block in reversed(blocks):
             assert block.ref_count > 0, f"{block!r} released by someone who does not hold it"
             block.ref_count -= 1
@@ -105,10 +107,10 @@ class BlockPool:
         self.share((source,))
         return self.take(1)[0]
 
-    def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> bool:
+    def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
         """Make the content of a held block findable, in place of what it was findable by before.
 
-        False if it is not: the tree has an equal tail already, or the key collides with other content.
+        Unless the tree has that tail already, alone or as part of more, or the key collides with other content.
         """
         assert block.ref_count > 0, f"{block!r} published by someone who does not hold it"
         if block.parent_key is not None:
@@ -116,7 +118,6 @@ class BlockPool:
         inserted = self._tree.insert(block, parent_key, key, tokens)
         if inserted.superseded is not None:
             self._lose_content((inserted.superseded,))
-        return inserted.is_published
 
     def evict_unused(self) -> int:
         """Forget all content that nobody holds. Returns how many blocks lost theirs."""

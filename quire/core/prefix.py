@@ -1,4 +1,4 @@
-"""Finds cached blocks by what they contain. Knows contents and order; reference counts are the pool's business."""
+"""Finds cached blocks by what they contain. Reads reference counts, and leaves changing them to the pool."""
 
 from __future__ import annotations
 
@@ -79,6 +79,13 @@ class TokenChain:
         if len(self._keys) < count:
             self._extend(count)
         return islice(zip(self._keys, self._blocks, strict=True), count)
+
+    def inherit(self, other: TokenChain, count: int) -> None:
+        """Take over the names of the first `count` blocks, whose tokens are the same."""
+        if count:
+            other.key(count - 1)
+        self._keys = other._keys[:count]
+        self._blocks = other._blocks[:count]
 
     def run(self, start: int, stop: int) -> bytes:
         """The tokens [start, stop), packed."""

@@ -35,8 +35,8 @@ class RunningSet:
         return iter(self.requests)
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def free_slots(self) -> tuple[int, ...]:

@@ -149,6 +149,27 @@ def test_release_publishes_what_was_computed_and_nothing_more() -> None:
     assert free_ids(cache.pool) == [3, 4, 5, 6, 7, 8, 2, 1]
 
 
+def test_a_tail_published_at_the_prompts_end_grows_when_the_request_is_released() -> None:
+    cache = make_cache()
+    request = make_request(1, 5)
+    compute(cache, request)
+    request.tokens += [5, 6]
+    request.num_computed = request.num_planned = 7
+    cache.release(request)
+    assert cache.match(make_request(2, 8)).num_tokens == 7
+
+
+def test_n_samples_hash_their_prompt_once() -> None:
+    cache = make_cache()
+    first = make_request(1, 13)
+    cache.prepare(first)
+    child = first.sibling(2, 1)
+    chain = cache.chain(child)
+    assert chain._keys == cache.chain(first)._keys
+    assert chain._keys is not cache.chain(first)._keys
+    assert chain.key(2) == cache.tree.chain(list(range(13)), "").key(2)
+
+
 def test_an_old_table_survives_release_for_the_plan_that_reads_it() -> None:
     cache = make_cache()
     request = make_request(1, 8)
@@ -242,6 +263,7 @@ def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
     request = make_request(1, 28)
     compute(cache, request)
     assert cache.pin("long", request.tokens, "", 10**9) == 16
+    assert [ids(pin.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # its head: who holds a block holds all before it
 
 
 def test_pinning_again_extends_and_renews() -> None:

@@ -160,5 +160,5 @@ def test_a_preempted_request_keeps_the_age_it_earned() -> None:
     assert low.num_preemptions == 1
     late = rig.add(4, [7, 8], priority=Priority.LOW, max_tokens=1)
     assert rig.scheduler.policy.key(low) == rig.now_ns + (20 - 6) * NS
-    assert rig.scheduler.waiting.head() is low
+    assert rig.scheduler.waiting.head() == ((rig.scheduler.policy.key(low), low.sequence), low)
     assert late in rig.scheduler.waiting

@@ -361,7 +361,7 @@ def test_a_head_that_does_not_fit_stops_admission_behind_it() -> None:
     assert shape(rig.step()) == [(1, 16, 1)]
 
 
-def test_an_admission_leaves_a_block_for_each_running_request_behind_it() -> None:
+def test_an_admission_leaves_a_block_for_each_running_request() -> None:
     rig = Rig(num_blocks=9, max_seqs=4)  # 8 blocks
     rig.add(1, range(16), priority=Priority.NORMAL, max_tokens=8)
     rig.step()
@@ -377,14 +377,115 @@ def test_an_admission_leaves_a_block_for_each_running_request_behind_it() -> Non
 
 
 def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
-    rig = Rig(num_blocks=7, max_seqs=4)
-    rig.add(1, range(12), max_tokens=12)
-    rig.add(2, range(100, 108), max_tokens=12)
-    rig.add(3, range(200, 202), max_tokens=2)  # behind: it never fits beside them
-    plan = rig.step()
-    while not rig.happened(Preempted):
+    rig = Rig(num_blocks=17, max_seqs=8)  # 16 blocks
+    rig.add(1, range(40), priority=Priority.LOW, max_tokens=20)
+    rig.step()
+    rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=20)  # 6 blocks of the 6 free, and one to leave
+    rig.add(3, range(200, 204), priority=Priority.LOW)  # would fit into what 1 had to give up
+    assert shape(rig.step()) == [(2, 0, 24)]
+    assert [event.request_id for event in rig.happened(Preempted)] == [1]
+    assert {1, 3} == {request.request_id for request in rig.scheduler.waiting}
+
+
+def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
+    rig = Rig(max_seqs=1)
+    low = rig.add(1, range(8), priority=Priority.LOW, max_tokens=20)
+    rig.step()
+    rig.now_ns += 100 * NS
+    rig.add(2, range(50, 58), priority=Priority.LOW, max_tokens=20)
+    rig.add(3, range(90, 98), priority=Priority.HIGH, max_tokens=1)
+    rig.step()
+    assert low.num_preemptions == 1
+    assert shape(rig.step())[0][0] == 1
+
+
+def test_a_prefix_waiter_is_left_a_slot() -> None:
+    rig = Rig(max_seqs=4, max_chunk_tokens=8, num_blocks=200)
+    rig.add(1, range(60), max_tokens=50)
+    sibling = rig.add(2, range(60), max_tokens=50)
+    for request_id in range(3, 20):
+        rig.add(request_id, [500 + request_id] * 3, max_tokens=200)
+    while sibling.state is RequestState.WAITING:
+        rig.now_ns += NS // 100
         plan = rig.step()
-    assert [piece.request_id for piece in plan.slices] == [1]
+        assert len(plan.slices) <= 4
+    assert sibling.num_cached_tokens == 59
+    assert sibling.waited_ns < NS
+
+
+def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:
+    """Preempting the parent would take away the very blocks it was preempted for."""
+    rig = Rig(num_blocks=17, max_seqs=4)  # 16 blocks
+    parent = rig.add(1, range(30), priority=Priority.LOW, max_tokens=20)
+    rig.step()
+    rig.cache.clear()  # only the parent's table knows its blocks now
+    child = parent.branch(2, SamplingParams(max_tokens=4))
+    child.priority = Priority.HIGH
+    rig.scheduler.add(child, 0)
+    plan = rig.step()
+    assert [piece.request_id for piece in plan.slices] == [2]
+    rig.run()
+    assert child.finish_reason is not None
+
+
+def test_high_preempts_though_every_token_of_the_budget_is_reserved() -> None:
+    rig = Rig(max_seqs=2, max_step_tokens=2, max_chunk_tokens=8)
+    for request_id in (1, 2):
+        rig.add(request_id, [request_id], priority=Priority.LOW, max_tokens=30)
+    rig.step()
+    rig.add(3, [7, 8, 9], priority=Priority.HIGH)
+    assert 3 in [piece.request_id for piece in rig.step().slices]
+
+
+def test_a_request_that_needs_the_pinned_half_does_not_wait_for_an_empty_machine() -> None:
+    rig = Rig(num_blocks=33, max_seqs=8)  # 32 blocks, 16 pinned
+    rig.add(0, range(900, 964), max_tokens=1)
+    rig.run()
+    assert rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18) == 64
+    rig.add(1, [1, 2], max_tokens=100)
+    rig.step()
+    rig.add(2, range(80), max_tokens=1)  # 20 blocks
+    assert 2 in [piece.request_id for piece in rig.step().slices]
+    assert len(rig.happened(PinYielded)) == 1
+
+
+def test_a_slot_that_must_be_freed_anyway_may_spare_the_pins() -> None:
+    rig = Rig(num_blocks=33, max_seqs=1)
+    rig.add(0, range(900, 964), max_tokens=1)
+    rig.run()
+    rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18)
+    rig.add(1, range(60), priority=Priority.LOW)
+    rig.step()
+    rig.add(2, range(100, 140), priority=Priority.HIGH)
+    rig.step()
+    assert [event.request_id for event in rig.happened(Preempted)] == [1]
+    assert rig.happened(PinYielded) == []
+
+
+def test_nobody_waits_for_a_prefix_that_will_not_be_published() -> None:
+    rig = Rig(max_chunk_tokens=8)
+    rig.add(1, range(60))
+    rig.step()
+    rig.cache.clear()
+    rig.add(2, range(60))
+    assert 2 in [piece.request_id for piece in rig.step().slices]
+
+
+def test_usage_tells_of_the_first_admission_only() -> None:
+    rig = Rig(max_seqs=1)
+    low = rig.add(1, range(20), priority=Priority.LOW)
+    rig.step()
+    rig.add(2, range(100, 104), priority=Priority.HIGH, max_tokens=1)
+    rig.run()
+    assert (low.num_preemptions, low.num_cached_tokens) == (1, 0)
+
+
+def test_budget_is_not_given_to_what_is_in_flight() -> None:
+    rig = Rig(max_step_tokens=20, max_chunk_tokens=20, max_seqs=4)
+    rig.add(1, range(18), max_tokens=4)
+    rig.launch()
+    rig.add(2, range(100, 130))
+    assert shape(rig.launch()) == [(1, 18, 1), (2, 0, 19)]
 
 
 def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:

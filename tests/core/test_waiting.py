@@ -3,18 +3,18 @@ from random import Random
 import pytest
 
 from quire.core.policy import Aging
-from quire.core.request import Priority
+from quire.core.request import Priority, Request
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, QueueFull
 from tests.core.helpers import NS, make_request
 
 
-def test_order_is_the_policy_key_then_arrival_through_any_cancels() -> None:
+def test_order_is_by_key_across_tiers_and_by_arrival_within_one_through_any_cancels() -> None:
     random = Random(5)
     policy = Aging(patience_s=2)
     queue = WaitingQueue(policy, max_requests=10_000)
-    alive = []
-    for sequence in range(2_000):
+    alive: list[Request] = []
+    for sequence in range(800):
         request = make_request(sequence, 1)
         request.sequence = sequence
         request.enqueued_ns = random.randint(0, 5) * NS
@@ -25,12 +25,31 @@ def test_order_is_the_policy_key_then_arrival_through_any_cancels() -> None:
             gone = alive.pop(random.randrange(len(alive)))
             queue.remove(gone)
             assert gone not in queue
-    popped = []
-    while (head := queue.head()) is not None:
-        popped.append(head)
+    while (first := queue.head()) is not None:
+        key, head = first
+        lanes = {tier: [r for r in alive if r.priority is tier] for tier in Priority}
+        smallest = {tier: min((policy.key(r), r.sequence) for r in lane) for tier, lane in lanes.items() if lane}
+        tier = min(smallest, key=lambda tier: smallest[tier])
+        assert (key, head) == (smallest[tier], lanes[tier][0])
         queue.remove(head)
-    assert popped == sorted(alive, key=lambda r: (policy.key(r), r.sequence))
+        alive.remove(head)
+    assert not alive
     assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
+    queue = WaitingQueue(Aging(patience_s=10), max_requests=10)
+    old, young, high = (make_request(request_id, 1) for request_id in (1, 2, 3))
+    for request in (old, young, high):
+        request.sequence = request.request_id
+    old.enqueued_ns = 100 * NS  # came back after a long run
+    young.enqueued_ns = 50 * NS
+    high.enqueued_ns, high.priority = 55 * NS, Priority.HIGH
+    for request in (young, old):
+        queue.push(request)
+    assert queue.head() == ((60 * NS, 2), old)  # first, and as early as the other would be
+    queue.push(high)
+    assert queue.head() == ((55 * NS, 3), high)
 
 
 def test_cancelled_entries_do_not_pile_up() -> None:
@@ -42,8 +61,12 @@ def test_cancelled_entries_do_not_pile_up() -> None:
         request.sequence = request_id
         queue.push(request)
         queue.remove(request)
-    assert len(queue._heap) < 50
-    assert queue.head() is first
+    lane = queue._lanes[first.priority]
+    assert len(lane.by_key._heap) < 50
+    assert len(lane.by_arrival._heap) < 50
+    head = queue.head()
+    assert head is not None
+    assert head[1] is first
 
 
 def test_the_bound_is_for_arrivals() -> None:

@@ -508,9 +508,16 @@ class World:
 
     def _on_admitted(self, event: Admitted) -> None:
         book = self.books[event.request_id]
+        lanes: dict[Priority, tuple[int, int]] = {book.request.priority: book.key}
         for other in self.scheduler.waiting:
             rival = self.books[other.request_id]
-            if rival.key < book.key:
+            lanes[other.priority] = min(rival.key, lanes.get(other.priority, rival.key))
+        effective = lanes[book.request.priority]
+        for other in self.scheduler.waiting:
+            rival = self.books[other.request_id]
+            is_sibling = other.priority is book.request.priority
+            is_ahead = other.sequence < book.request.sequence if is_sibling else lanes[other.priority] < effective
+            if is_ahead:
                 raise WorldFailure(f"{book.request!r} was admitted before {other!r}, who is ahead")
             if not rival.was_admitted and not book.was_admitted:
                 window = self.policy.overtake_window_s(other.priority, book.request.priority)
@@ -522,7 +529,7 @@ class World:
             is_excused = self._has_preempted or self.setup.is_colliding
             if is_skipped and not is_excused and rival.key < book.key and not self._awaits_prefix(rival):
                 raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
-        if not book.is_fork and self._should_have_waited(book):
+        if not book.is_fork and self._should_have_waited(book, effective):
             raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
         book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
@@ -543,15 +550,17 @@ class World:
                 return True
         return False
 
-    def _should_have_waited(self, book: Book) -> bool:
+    def _should_have_waited(self, book: Book, key: tuple[int, int]) -> bool:
         """Whether a prompt in progress, ahead of a request that begins, was about to give it its next block."""
         setup, request = self.setup, book.request
         if setup.is_colliding or not setup.is_caching or request.sampling.prompt_logprobs is not None:
             return False
         for owner in self.scheduler.running:
-            is_ahead = self.books[owner.request_id].key < book.key and owner.salt == request.salt
+            is_ahead = self.books[owner.request_id].key < key and owner.salt == request.salt
             if is_ahead and len(owner.tokens) - owner.num_computed > 1:
                 end = (owner.num_computed // setup.block_size + 1) * setup.block_size
+                if not self.scheduler.cache.can_publish(owner, owner.num_computed // setup.block_size):
+                    continue  # the cache was cleared under it
                 was_found = self._started.get(request.request_id, 0) >= min(end, len(request.tokens) - 1)
                 if common_length(request.tokens, owner.tokens) >= end and not was_found:
                     return True
