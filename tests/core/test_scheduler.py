@@ -377,14 +377,15 @@ def test_an_admission_leaves_a_block_for_each_running_request() -> None:
 
 
 def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
-    rig = Rig(num_blocks=17, max_seqs=8)  # 16 blocks
-    rig.add(1, range(40), priority=Priority.LOW, max_tokens=20)
+    rig = Rig(num_blocks=17, max_seqs=2)  # 16 blocks
+    rig.add(1, range(28), max_tokens=20)
+    rig.add(2, range(100, 128), max_tokens=20)
     rig.step()
-    rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=20)  # 6 blocks of the 6 free, and one to leave
-    rig.add(3, range(200, 204), priority=Priority.LOW)  # would fit into what 1 had to give up
-    assert shape(rig.step()) == [(2, 0, 24)]
-    assert [event.request_id for event in rig.happened(Preempted)] == [1]
-    assert {1, 3} == {request.request_id for request in rig.scheduler.waiting}
+    rig.add(3, [7, 8], priority=Priority.LOW)
+    rig.now_ns += 15 * NS
+    rig.add(4, range(200, 244), priority=Priority.HIGH, max_tokens=20)  # takes the place of both
+    assert shape(rig.step()) == [(4, 0, 44)]  # and 3, though it is next and fits, is not what they were preempted for
+    assert [event.request_id for event in rig.happened(Preempted)] == [2, 1]
 
 
 def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
@@ -401,8 +402,8 @@ def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
 
 def test_a_prefix_waiter_is_left_a_slot() -> None:
     rig = Rig(max_seqs=4, max_chunk_tokens=8, num_blocks=200)
-    rig.add(1, range(60), max_tokens=50)
-    sibling = rig.add(2, range(60), max_tokens=50)
+    rig.add(1, range(60), max_tokens=100)
+    sibling = rig.add(2, range(60), max_tokens=100)
     for request_id in range(3, 20):
         rig.add(request_id, [500 + request_id] * 3, max_tokens=200)
     while sibling.state is RequestState.WAITING:
@@ -410,7 +411,7 @@ def test_a_prefix_waiter_is_left_a_slot() -> None:
         plan = rig.step()
         assert len(plan.slices) <= 4
     assert sibling.num_cached_tokens == 59
-    assert sibling.waited_ns < NS
+    assert sibling.waited_ns < NS // 5
 
 
 def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:

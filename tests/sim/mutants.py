@@ -243,8 +243,8 @@ MUTANTS = (
     _mutant(
         "prompt logprobs from a parent",
         "core/planner.py",
-        " and request.sampling.prompt_logprobs is None:\n            fork",
-        ":\n            fork",
+        "parent.state is not RequestState.RUNNING or request.sampling.prompt_logprobs is not None:",
+        "parent.state is not RequestState.RUNNING:",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
