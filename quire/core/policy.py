@@ -37,8 +37,8 @@ class Policy(Protocol):
         """Whether one who waits may push out one who runs."""
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
-        """The starvation bound: a request of tier `behind` that waits from t on is passed by requests of tier `ahead`
-        only if they arrive before t plus this many seconds."""
+        """The starvation bound: a request of tier `behind` that arrives at t is admitted before any request of tier
+        `ahead` that arrives later than t plus this many seconds (unless it steps aside for a prefix in flight)."""
 
 
 class Aging:
