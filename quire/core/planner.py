@@ -87,7 +87,8 @@ class Planner:
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self._observe = observe
-        self._last_failure: tuple[int, ...] = ()  # of `_find_way`
+        self._failed_attempt: tuple[int, ...] = ()  # of `_find_way`
+        self._failed_missing = 0
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
@@ -304,11 +305,13 @@ class Planner:
     ) -> _Way | None:
         """The fewest pins, and then the fewest victims from the back, without which an admission fits.
 
-        That takes a look at every block they hold, so a failure is remembered until something is released.
+        That takes a look at every block they hold, so a failure is remembered until something is released: whoever
+        grows meanwhile takes as much as it could give.
         """
-        attempt = (request.epoch, len(victims), missing, self._cache.pool.num_releases)
-        if attempt == self._last_failure:
+        attempt = (request.epoch, len(victims), self._cache.pool.num_releases)
+        if attempt == self._failed_attempt and missing >= self._failed_missing:
             return None
+        num_missing = missing
         blocks = self._cache.pool.blocks
         kept = {block.block_id for block in hit.blocks}  # freed or not, these are the request's own
         holders: Counter[int] = Counter()
@@ -335,7 +338,7 @@ class Planner:
             chosen.append(victim)
         if missing <= 0 and (has_slot or chosen):
             return _Way(num_pins, chosen)
-        self._last_failure = attempt
+        self._failed_attempt, self._failed_missing = attempt, num_missing
         return None
 
     def _find_hit(self, request: Request, now_ns: int) -> PrefixHit:
