@@ -561,7 +561,9 @@ class World:
                 end = (owner.num_computed // setup.block_size + 1) * setup.block_size
                 if not self.scheduler.cache.can_publish(owner, owner.num_computed // setup.block_size):
                     continue  # the cache was cleared under it
-                was_found = self._started.get(request.request_id, 0) >= min(end, len(request.tokens) - 1)
+                if end >= len(request.tokens):
+                    continue  # at best a tail to copy, and there may have been no room for that
+                was_found = self._started.get(request.request_id, 0) >= end
                 if common_length(request.tokens, owner.tokens) >= end and not was_found:
                     return True
         return False
