@@ -8,6 +8,7 @@ from quire.errors import InvalidRequest
 
 BLOCK_SIZE = 32  # tokens
 MAX_BLOCK_SIZE = 256
+TOKEN_BYTES = 4  # of a token in `KVCacheBlock.tokens`
 NULL_BLOCK_ID = 0  # never handed out: padding in a runner's tables may point here
 
 
@@ -38,6 +39,11 @@ class KVCacheBlock:
         self.twins: list[KVCacheBlock] | None = None  # on the standing block: others with the same content
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it is published with."""
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def is_published(self) -> bool:

@@ -103,16 +103,15 @@ def check_cache(cache: KVCacheManager, holders: Counter[int], salts: Iterable[st
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
-    num_bytes = tree.block_size * 4
     if block.ref_count == 0 and tree.is_redundant(block):
         _fail(f"{block!r} is free and remembered though its content stands elsewhere")
     assert block.parent_key is not None
     if block.key is None:
-        if not 0 < len(block.tokens) < num_bytes:
-            _fail(f"{block!r} is a tail of {len(block.tokens) // 4} tokens")
+        if not 0 < block.num_tokens < tree.block_size:
+            _fail(f"{block!r} is a tail of {block.num_tokens} tokens")
         return
-    if len(block.tokens) != num_bytes:
-        _fail(f"{block!r} is full with {len(block.tokens) // 4} tokens")
+    if block.num_tokens != tree.block_size:
+        _fail(f"{block!r} is full with {block.num_tokens} tokens")
     standing = tree.standing(block.key)
     if standing is None or (standing is not block and block not in (standing.twins or ())):
         _fail(f"{block!r} is published but not at its position")

@@ -50,15 +50,14 @@ class PinBoard:
         blocks = blocks[: self.max_blocks]
         self._pool.share(blocks)  # before the old pin lets go of them
         self.unpin(pin_id)
-        new = [block for block in blocks if block.block_id not in self._holders]
         if not blocks:
             return 0
-        while self._pins and (len(self._holders) + len(new) > self.max_blocks or len(self._pins) >= MAX_PINS):
+        block_ids = {block.block_id for block in blocks}
+        while self._pins and (len(self._holders.keys() | block_ids) > self.max_blocks or len(self._pins) >= MAX_PINS):
             self.yield_oldest()
-            new = [block for block in blocks if block.block_id not in self._holders]
         self._pins[pin_id] = Pin(blocks, expires_ns)
         self._earliest_ns = min(self._earliest_ns, expires_ns)
-        self._holders.update(block.block_id for block in blocks)
+        self._holders.update(block_ids)
         return len(blocks)
 
     def unpin(self, pin_id: str) -> bool:

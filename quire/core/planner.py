@@ -352,7 +352,9 @@ class Planner:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
-        if not request.num_preemptions:
+        is_resumed = request.num_preemptions > 0
+        if not is_resumed:
+            request.num_cached_tokens = hit.num_tokens
             request.cache_explanation = self.explain(request, hit)
         step.copies += self._cache.grow(request, len(request.tokens), hit)
         self._waiting.remove(request)
@@ -360,9 +362,6 @@ class Planner:
         request.waited_ns += step.now_ns - request.enqueued_ns
         request.parent = None  # a resumed request finds its blocks through the tree
         request.is_prefix_waiting = False
-        is_resumed = request.num_preemptions > 0
-        if not is_resumed:
-            request.num_cached_tokens = hit.num_tokens
         step.admitted.add(request.request_id)
         slot = self._running.add(request)
         step.budget -= 1

@@ -136,7 +136,7 @@ class BlockPool:
 
     def _evict(self, block: KVCacheBlock) -> None:
         """Drop the content of a cached block that has just left the free list."""
-        num_tokens = len(block.tokens) // 4
+        num_tokens = block.num_tokens
         key = block.key
         self._num_cached -= 1
         self._num_evictions += 1

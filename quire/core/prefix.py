@@ -12,11 +12,10 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
-from quire.core.block import KVCacheBlock
+from quire.core.block import TOKEN_BYTES, KVCacheBlock
 from quire.core.children import SortedBlocks
 
 KEY_BYTES = 16
-_TOKEN_BYTES = 4
 
 Digest = Callable[[bytes, bytes], bytes]
 
@@ -43,7 +42,7 @@ def common_run(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed runs share."""
     n = min(len(a), len(b))
     difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
-    return (n - (difference.bit_length() + 7) // 8) // _TOKEN_BYTES
+    return (n - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
 class TokenChain:
@@ -95,8 +94,8 @@ class TokenChain:
         first, size = len(self._keys), self._block_size
         packed = self.run(first * size, count * size)
         key = self._keys[-1] if self._keys else self.root
-        for start in range(0, len(packed), size * _TOKEN_BYTES):
-            block = packed[start : start + size * _TOKEN_BYTES]
+        for start in range(0, len(packed), size * TOKEN_BYTES):
+            block = packed[start : start + size * TOKEN_BYTES]
             key = self._digest(key, block)
             self._blocks.append(block)
             self._keys.append(key)
@@ -199,7 +198,7 @@ class PrefixTree:
         tail, run = self._longest_run(parent, chain.run(start, min(limit, start + self.block_size)))
         if tail is None:
             return PrefixHit(tuple(blocks), None, 0, False, start)
-        is_adoptable = tail.key is None and tail.ref_count == 0 and run * _TOKEN_BYTES == len(tail.tokens)
+        is_adoptable = tail.key is None and tail.ref_count == 0 and run == tail.num_tokens
         return PrefixHit(tuple(blocks), tail, run, is_adoptable, start + run)
 
     def explain(
@@ -227,7 +226,7 @@ class PrefixTree:
     def _goes_on(self, parent: bytes, hit: PrefixHit) -> bool:
         """Whether other content is cached beyond the point where the match ended."""
         if hit.tail is not None:
-            return hit.num_tail_tokens * _TOKEN_BYTES < len(hit.tail.tokens)
+            return hit.num_tail_tokens < hit.tail.num_tokens
         return bool(hit.blocks) and parent in self._children
 
     def _longest_run(self, parent: bytes, wanted: bytes) -> tuple[KVCacheBlock | None, int]:
@@ -240,7 +239,7 @@ class PrefixTree:
             if neighbour is not None and (run := common_run(neighbour.tokens, wanted)) > longest:
                 best, longest = neighbour, run
         # Of those that share the run, the tail that ends with it could be continued in place.
-        whole = children.get(wanted[: longest * _TOKEN_BYTES]) if longest else None
+        whole = children.get(wanted[: longest * TOKEN_BYTES]) if longest else None
         return (whole if whole is not None and whole.ref_count == 0 else best), longest
 
     def is_redundant(self, block: KVCacheBlock) -> bool:

@@ -128,7 +128,7 @@ MUTANTS = (
         "        table = request.block_table\n        request.block_table = []",
         "        table = [*request.block_table]\n        request.block_table.clear()",
     ),
-    _mutant("adoption of a longer tail", "core/prefix.py", " and run * _TOKEN_BYTES == len(tail.tokens)", ""),
+    _mutant("adoption of a longer tail", "core/prefix.py", " and run == tail.num_tokens", ""),
     _mutant(
         "adoption of a tail in use",
         "core/prefix.py",
