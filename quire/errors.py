@@ -35,3 +35,31 @@ class MissingExtra(QuireError, ImportError):
 
 class InvariantViolation(QuireError, AssertionError):
     """A law of the core does not hold: a bug in quire, never the caller's fault."""
+
+
+class ModelFileError(QuireError):
+    """A model file that is damaged, forged, incomplete or of a kind quire cannot read."""
+
+
+class UnsupportedModel(ModelFileError):
+    """A sound model whose architecture, tokenizer or tensor type quire does not run; names it and what does."""
+
+
+class ModelNotFound(QuireError):
+    """No such model: not a file, a folder, a known name or a model in the cache."""
+
+
+class DownloadFailed(QuireError):
+    """A model could not be fetched. Nothing half-fetched is kept as if it were whole."""
+
+
+class TemplateError(QuireError):
+    """A chat template that is missing, wrong, or did not finish within its limits."""
+
+
+class RequestFailed(QuireError):
+    """One request failed while it was served: its sampler, detokeniser or callback. Nobody else is affected."""
+
+
+class WorkerDied(QuireError):
+    """The process that runs the model crashed or hung. Its requests failed; the next one gets a fresh worker."""

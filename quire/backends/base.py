@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.block import BLOCK_SIZE
 from quire.core.step import StepPlan, StepResult
 
 TokenMasks = Mapping[int, bytes]  # slot -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
+Progress = Callable[[int, int], None]  # bytes of the weights loaded, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What a user may ask of any backend. None and "auto": the backend decides by the machine it finds."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    block_size: int = BLOCK_SIZE
+    num_blocks: int | None = None
+    kv_bytes: int | None = None  # memory for the KV pool, where num_blocks is not given
+    max_seqs: int = 64
+    max_context: int | None = None  # None: what the model was made for
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +36,7 @@ class Capacity:
     max_seqs: int
     max_context: int
     vocab_size: int
+    has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
 
 
 class Runner(Protocol):
@@ -38,5 +55,8 @@ class Runner(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that has not been collected."""
+
+    def abandon(self) -> None:
+        """Forget a step that raised in `forward` or `sample`, so that the next plan can run."""
 
     def close(self) -> None: ...

@@ -129,6 +129,9 @@ class FakeRunner:
             raise InvariantViolation("collect with no step in flight")
         return self._results.popleft()
 
+    def abandon(self) -> None:
+        self._forwarded = None
+
     def close(self) -> None:
         self._late.clear()
         self._results.clear()

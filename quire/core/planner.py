@@ -187,6 +187,7 @@ class Planner:
                 tokens,
                 wants_token,
                 request.sampling,
+                request.num_prompt_tokens,
             )
         )
 

@@ -37,6 +37,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token, or a stop string seen above the core
     LENGTH = "length"  # max_tokens, or the end of the context
     CANCELLED = "cancelled"
+    ERROR = "error"  # this request failed alone: what it computed cannot be used
 
 
 @dataclass(frozen=True, slots=True)

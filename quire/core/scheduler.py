@@ -160,10 +160,15 @@ class Scheduler:
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, block_size = self._requests, self.cache.block_size
-        for piece, tokens in zip(plan.slices, result.tokens, strict=True):
+        for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
             if request is None or request.epoch != piece.epoch:
                 self._observe(StaleResultDropped(piece.request_id, piece.epoch))
+                continue
+            if index in result.failures:
+                self._end(request.request_id, FinishReason.ERROR)
+                error = result.failures[index]
+                updates.append(TokenUpdate(request.request_id, (), FinishReason.ERROR, error=error))
                 continue
             num_before = request.num_computed
             request.num_computed = end = piece.start + piece.length
@@ -171,8 +176,15 @@ class Scheduler:
                 self.cache.publish(request)
             if num_before < request.num_prompt_tokens <= end:
                 self.cache.publish_tail(request)
-            if piece.wants_token:
-                updates.append(self._accept(request, tokens))
+            if piece.wants_token or index in result.prompt_logprobs:
+                update = TokenUpdate(request.request_id, (), None)
+                if piece.wants_token:
+                    update = self._accept(request, tokens)
+                if result.logprobs or result.prompt_logprobs:
+                    update = update._replace(
+                        logprobs=result.logprobs.get(index, ()), prompt_logprobs=result.prompt_logprobs.get(index)
+                    )
+                updates.append(update)
         self.cache.settle(plan.copies)
         return updates
 

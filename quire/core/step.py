@@ -5,8 +5,9 @@ Named tuples, not frozen dataclasses: as immutable, and built four times faster 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from quire.core.request import FinishReason, SamplingParams
 
@@ -24,6 +25,7 @@ class SeqSlice(NamedTuple):
     history: Sequence[int]  # all known tokens, by reference: penalties need what a prefix hit skipped
     wants_token: bool  # the slice reaches the last token: sample after it
     sampling: SamplingParams
+    num_prompt_tokens: int  # of the history, what the caller wrote: some penalties count only what was answered
 
 
 class BlockCopy(NamedTuple):
@@ -48,10 +50,33 @@ class StepPlan(NamedTuple):
         return sum(piece.length for piece in self.slices)
 
 
+class TokenLogprobs(NamedTuple):
+    """What the model thought of one position, before penalties and temperature: natural logarithms."""
+
+    token: int  # the one that stands there
+    logprob: float
+    rank: int  # of that token, 0 for the most probable
+    top: tuple[tuple[int, float], ...]  # the most probable tokens, best first
+
+
+class PromptLogprobs(NamedTuple):
+    """For the prompt tokens at [start, start + len(entries)). The first of a prompt has none: nothing precedes it."""
+
+    start: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
 class StepResult(NamedTuple):
     """What a runner found: for each slice of the plan the sampled tokens, none where none was wanted."""
 
     tokens: tuple[tuple[int, ...], ...]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = NOTHING  # by index of the slice, where they were asked for
+    prompt_logprobs: Mapping[int, PromptLogprobs] = NOTHING  # by index of the slice
+    failures: Mapping[int, str] = NOTHING  # slices that came to nothing, and why: their requests end, alone
+    is_poisoned: bool = False  # what failed may have left KV that must not be shared
 
 
 class TokenUpdate(NamedTuple):
@@ -60,3 +85,6 @@ class TokenUpdate(NamedTuple):
     request_id: int
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None  # why it ended, where the reason is ERROR

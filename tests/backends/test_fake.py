@@ -19,7 +19,7 @@ def piece(
 ) -> SeqSlice:
     length = len(tokens) if length is None else length
     wants_token = start + length >= len(history)
-    return SeqSlice(1, 0, slot, tokens, start, length, table, history, wants_token, GREEDY)
+    return SeqSlice(1, 0, slot, tokens, start, length, table, history, wants_token, GREEDY, len(history))
 
 
 def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = (), released: tuple[int, ...] = ()) -> StepPlan:

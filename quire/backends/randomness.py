@@ -1,0 +1,20 @@
+"""The random numbers of sampling: counted, not drawn from a stream.
+
+A number depends on (seed, sample index, position) alone, so a seeded answer has the same draws alone and in any batch,
+before and after a preemption, and on every backend.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from struct import Struct
+
+_PACK = Struct("<QQQ").pack
+_MASK = 2**64 - 1
+_SCALE = 2.0**-53
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """A number in [0, 1) for the token at `position` (counted from the start of the prompt)."""
+    digest = blake2b(_PACK(seed & _MASK, sample_index, position), digest_size=8, person=b"quire.draw").digest()
+    return (int.from_bytes(digest, "little") >> 11) * _SCALE

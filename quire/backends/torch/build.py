@@ -1,0 +1,76 @@
+"""From a checkpoint and what the user asked for to a runner that is ready."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from quire.backends.base import BackendOptions, Progress
+from quire.backends.memory import available_bytes
+from quire.backends.torch.kv_store import KVStore, block_bytes, blocks_in
+from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models import MODELS
+from quire.backends.torch.runner import TorchRunner
+from quire.errors import InvalidRequest, UnsupportedModel
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.spec import ModelSpec
+
+CPU_SHARE = 0.4  # of the memory available once the weights are loaded, for the KV pool
+CPU_CAP = 4 << 30  # a laptop has other things to do
+CUDA_SHARE = 0.9
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> TorchRunner:
+    spec = checkpoint.spec
+    if spec.family not in MODELS:
+        raise UnsupportedModel(f"model family {spec.family!r} is not one the torch backend runs: {', '.join(MODELS)}")
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, spec, device)
+    if device.type == "cpu":
+        torch.set_num_threads(options.num_threads or len(os.sched_getaffinity(0)))
+    max_context = min(options.max_context or spec.max_context, spec.max_context)
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, dtype, device, progress)
+        model = MODELS[spec.family](spec, weights, max_context)
+        num_blocks = _num_blocks(options, spec, dtype, device, max_context)
+        store = KVStore(spec, num_blocks, options.block_size, dtype, device)
+    return TorchRunner(model, store, max_seqs=options.max_seqs, max_context=max_context)
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise InvalidRequest(f"device = {name!r} is not auto, cpu or cuda")
+    if name == "cuda" and not has_cuda:
+        raise InvalidRequest("device = 'cuda', but PyTorch finds no CUDA device here")
+    return torch.device(name)
+
+
+def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """What the machine does well: 16 bits on a GPU; on a CPU fp32, where most have no fast 16-bit products."""
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    if name not in DTYPES:
+        raise InvalidRequest(f"dtype = {name!r} is not auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _num_blocks(
+    options: BackendOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_context: int
+) -> int:
+    if options.num_blocks is not None:
+        return options.num_blocks
+    if options.kv_bytes is not None:
+        return blocks_in(options.kv_bytes, spec, options.block_size, dtype)
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    else:
+        budget = min(int(available_bytes() * CPU_SHARE), CPU_CAP)
+    most = options.max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length: more is never used
+    return min(max(budget // block_bytes(spec, options.block_size, dtype), 2), most)

@@ -1,0 +1,117 @@
+"""From a checkpoint to the tensors of a model: one at a time, fused as the layers use them.
+
+Every tensor is read, converted and copied into its place before the next one is touched, so the peak is the model and
+one tensor. What the file must hold is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.backends.base import Progress
+from quire.backends.torch.layers import Linear
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
+from quire.weights.names import check_tensors, expected_tensors
+from quire.weights.quants import to_float32
+from quire.weights.spec import ModelSpec
+
+_NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    qkv_proj: Linear  # [(H + 2K) * D, E]
+    o_proj: Linear  # [E, H * D]
+    gate_up_proj: Linear  # [2 * F, E]
+    down_proj: Linear  # [E, F]
+    norms: dict[str, Tensor]  # by their names in the file
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: Tensor  # [V, E]
+    head: Tensor  # [V, E]; the embedding itself where they are tied
+    norm: Tensor  # [E]
+    layers: list[LayerWeights]
+
+
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> ModelWeights:
+    check_tensors(checkpoint)
+    loader = _Loader(checkpoint, dtype, device, progress)
+    spec = checkpoint.spec
+    embedding = loader.matrix("model.embed_tokens.weight")
+    layers = [_load_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers)]
+    norm = loader.norm("model.norm.weight")
+    head = embedding if spec.is_tied else loader.matrix("lm_head.weight")
+    return ModelWeights(embedding, head, norm, layers)
+
+
+def _load_layer(loader: _Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    qkv = ["qkv_proj"] if spec.is_fused else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if spec.is_fused else ["gate_proj", "up_proj"]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.has_post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if spec.has_qk_norm:
+        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    return LayerWeights(
+        qkv_proj=loader.linear([attention + name for name in qkv], has_bias=spec.has_qkv_bias),
+        o_proj=loader.linear([f"{attention}o_proj"], has_bias=spec.has_output_bias),
+        gate_up_proj=loader.linear([mlp + name for name in gate_up], has_bias=spec.has_mlp_bias),
+        down_proj=loader.linear([f"{mlp}down_proj"], has_bias=spec.has_mlp_bias),
+        norms={name: loader.norm(f"{prefix}{name}.weight") for name in norms},
+    )
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._num_done = 0
+        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
+
+    def linear(self, names: list[str], *, has_bias: bool) -> Linear:
+        """Matrices that share their input, one below the other."""
+        weight = self._stack([f"{name}.weight" for name in names])
+        return Linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+
+    def matrix(self, name: str) -> Tensor:
+        return self._stack([name])
+
+    def norm(self, name: str) -> Tensor:
+        tensor = self._stack([name])
+        return tensor.add_(self._checkpoint.spec.norm_offset)
+
+    def _stack(self, names: list[str]) -> Tensor:
+        shapes = [self._checkpoint.tensors[name].shape for name in names]
+        num_rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        first = 0
+        for name, shape in zip(names, shapes, strict=True):
+            out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
+            first += shape[0]
+            self._report(self._checkpoint.tensors[name].num_bytes)
+        return out
+
+    def _report(self, num_bytes: int) -> None:
+        self._num_done += num_bytes
+        if self._progress is not None:
+            self._progress(self._num_done, self._num_bytes)
+
+
+def _to_tensor(raw: RawTensor) -> Tensor:
+    dtype = _NATIVE.get(raw.info.type)
+    if dtype is None:
+        return torch.from_numpy(to_float32(raw))
+    # Copied out of the mapped file first: torch takes no read-only memory, and this is the one tensor of the peak.
+    return torch.from_numpy(raw.data.copy()).view(-1).view(dtype).view(raw.info.shape)

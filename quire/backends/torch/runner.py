@@ -1,0 +1,158 @@
+"""Runs step plans on PyTorch: one forward pass for the whole batch, then one sampling pass for rows that want it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.backends.base import Capacity, TokenMasks
+from quire.backends.torch.batch import Batch, build_batch
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.models.llama import LlamaModel
+from quire.backends.torch.sampling import (
+    Penalties,
+    Sampled,
+    join_prompt_logprobs,
+    rank_tokens,
+    read_logprobs,
+    sample,
+)
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.errors import InvariantViolation
+
+PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
+BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
+BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A pass whose rows have not been sampled."""
+
+    batch: Batch
+    rows: tuple[int, ...]  # which slices of the batch sample
+    logits: Tensor | None  # [S, V]
+    prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that has been sampled and not collected."""
+
+    forwarded: _Forwarded
+    sampled: Sampled | None
+
+
+class TorchRunner:
+    def __init__(self, model: LlamaModel, store: KVStore, *, max_seqs: int, max_context: int) -> None:
+        spec = model.spec
+        self.model = model
+        self.store = store
+        self._capacity = Capacity(
+            num_blocks=store.num_blocks,
+            block_size=store.block_size,
+            max_seqs=max_seqs,
+            max_context=max_context,
+            vocab_size=spec.vocab_size,
+            has_overlap=store.device.type != "cpu",  # plain PyTorch on a CPU computes while it is called
+        )
+        self._last_samples = torch.zeros(max_seqs, dtype=torch.int64, device=store.device)
+        self._penalties = Penalties(spec.vocab_size, store.device)
+        self._forwarded: _Forwarded | None = None
+        self._steps: deque[_Step] = deque()
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        if self._forwarded is not None:
+            raise InvariantViolation("forward before the last step was sampled")
+        for slot in plan.released:
+            self._penalties.release(slot)
+        self.store.copy(plan.copies)
+        batch = build_batch(plan.slices, self.store, self.model.spec.windows, self._last_samples)
+        hidden = self.model.forward(batch, self.store)  # [T, E]
+        rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
+        logits = None
+        if rows:
+            wanted = [batch.last_rows[row] for row in rows]
+            is_all = len(wanted) == hidden.shape[0]
+            logits = self.model.logits(hidden if is_all else hidden[wanted])
+        self._forwarded = _Forwarded(batch, rows, logits, self._prompt_logprobs(batch, hidden))
+
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks | None) -> None:
+        forwarded = self._forwarded
+        if forwarded is None:
+            raise InvariantViolation("sample without a forward pass")
+        self._forwarded = None
+        sampled = None
+        if forwarded.logits is not None:
+            batch = forwarded.batch
+            pieces = [batch.slices[row] for row in forwarded.rows]
+            last_tokens = batch.tokens[[batch.last_rows[row] for row in forwarded.rows]]
+            sampled = sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
+            self._last_samples[[piece.slot for piece in pieces]] = sampled.tokens
+        self._steps.append(_Step(forwarded, sampled))
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        if not self._steps:
+            raise InvariantViolation("collect with no step in flight")
+        step = self._steps.popleft()
+        batch = step.forwarded.batch
+        tokens: list[tuple[int, ...]] = [()] * len(batch.slices)
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        failures: dict[int, str] = {}
+        if step.sampled is not None:
+            chosen = step.sampled.tokens.tolist()
+            broken, blocked = step.sampled.is_broken.tolist(), step.sampled.is_blocked.tolist()
+            ranked = {} if step.sampled.logprobs is None else read_logprobs(step.sampled.logprobs, chosen)
+            for place, row in enumerate(step.forwarded.rows):
+                index = batch.order[row]
+                tokens[index] = (chosen[place],)
+                if place in ranked:
+                    logprobs[index] = (ranked[place],)
+                if broken[place]:
+                    failures[index] = BROKEN
+                    self.store.purge(batch.slices[row].block_table)
+                elif blocked[place]:
+                    failures[index] = BLOCKED
+        is_poisoned = BROKEN in failures.values()
+        return StepResult(tuple(tokens), logprobs, step.forwarded.prompt_logprobs, failures, is_poisoned)
+
+    def abandon(self) -> None:
+        """Forget a pass that raised, so that the next plan can run."""
+        self._forwarded = None
+
+    def close(self) -> None:
+        self._forwarded = None
+        self._steps.clear()
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> Mapping[int, PromptLogprobs]:
+        result: dict[int, PromptLogprobs] = {}
+        for row, piece in enumerate(batch.slices):
+            if piece.sampling.prompt_logprobs is None:
+                continue
+            first_row = batch.last_rows[row] + 1 - piece.length
+            if (found := self._rank_prompt(piece, hidden[first_row : first_row + piece.length])) is not None:
+                result[batch.order[row]] = found
+        return result
+
+    def _rank_prompt(self, piece: SeqSlice, hidden: Tensor) -> PromptLogprobs | None:
+        """The prompt tokens that follow this slice's positions: the logits of one position are about the next."""
+        first = piece.start + 1
+        last = min(piece.start + piece.length + 1, piece.num_prompt_tokens)
+        if first >= last:
+            return None
+        parts = []
+        for start in range(first, last, PROMPT_ROWS):
+            stop = min(start + PROMPT_ROWS, last)
+            raw = self.model.logits(hidden[start - first : stop - first])
+            parts.append(rank_tokens(raw, piece.history[start:stop], piece.sampling.prompt_logprobs or 0))
+        return join_prompt_logprobs(first, parts)

@@ -1,0 +1,260 @@
+"""From logits to tokens, for the whole batch at once.
+
+The order, which every backend follows: penalties, logit bias, forbidden tokens (min_tokens, grammar), temperature,
+min-p, top-k, top-p, draw. Draws walk the kept tokens in the order of their ids until the cumulative probability passes
+the request's own number (`quire.backends.randomness`). Nothing about a row depends on the other rows.
+Reported logprobs are the model's own, from before all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.backends.base import TokenMasks
+from quire.backends.randomness import uniform
+from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
+
+# S rows that sample, V vocabulary
+
+TOP_P_CANDIDATES = 1024  # most top-p sets are this small; a full sort of the vocabulary costs thirty times as much
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Still on the device, but for what is known already."""
+
+    tokens: Tensor  # [S]
+    is_broken: Tensor  # [S]: the logits of this row were not numbers
+    is_blocked: Tensor  # [S]: every token of this row was forbidden
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    rows: tuple[int, ...]  # which rows of S asked for them
+    counts: tuple[int, ...]  # how many alternatives each asked for
+    chosen: Tensor  # [rows]
+    ranks: Tensor  # [rows]
+    top_values: Tensor  # [rows, most]
+    top_tokens: Tensor
+
+
+class Penalties:
+    """What each slot's request has said so far, counted once, kept up token by token."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts: dict[int, _Counts] = {}
+
+    def release(self, slot: int) -> None:
+        self._counts.pop(slot, None)
+
+    def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
+        """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
+        chosen = [index for index, piece in enumerate(rows) if _is_penalised(piece)]
+        if not chosen:
+            return
+        counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
+        said = torch.stack([count.said for count in counts])  # [rows, V]
+        seen = torch.stack([count.seen for count in counts])
+        params = [
+            (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+            for sampling in (rows[index].sampling for index in chosen)
+        ]
+        repetition, frequency, presence = torch.tensor(params, device=self._device)[:, :, None].unbind(
+            1
+        )  # [rows, 1] each
+        picked = logits[chosen]
+        repeated = torch.where(picked > 0, picked / repetition, picked * repetition)
+        picked = torch.where(seen, repeated, picked)
+        logits[chosen] = picked - frequency * said - presence * (said > 0)
+
+    def _count(self, piece: SeqSlice, last_token: Tensor) -> _Counts:
+        counts = self._counts.get(piece.slot)
+        if counts is None or counts.owner != (piece.request_id, piece.epoch):
+            said = torch.zeros(self._vocab_size, device=self._device)
+            seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            counts = self._counts[piece.slot] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+        end = piece.start + piece.length
+        known = piece.history[counts.num_counted : end]
+        if known:
+            new = torch.tensor(known, device=self._device)
+            counts.seen[new] = True
+            answered = new[max(piece.num_prompt_tokens - counts.num_counted, 0) :]
+            counts.said.index_add_(0, answered, torch.ones_like(answered, dtype=counts.said.dtype))
+        if counts.num_counted + len(known) < end:  # sampled in the step before, not yet told to the scheduler
+            counts.seen[last_token] = True
+            counts.said[last_token] += 1
+        counts.num_counted = end
+        return counts
+
+
+@dataclass(slots=True)
+class _Counts:
+    owner: tuple[int, int]
+    said: Tensor  # [V]: how often each token is in the answer
+    seen: Tensor  # [V]: whether it is in the prompt or the answer
+    num_counted: int
+
+
+def _is_penalised(piece: SeqSlice) -> bool:
+    sampling = piece.sampling
+    return bool(
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+    )
+
+
+def sample(
+    logits: Tensor, rows: Sequence[SeqSlice], penalties: Penalties, last_tokens: Tensor, masks: TokenMasks | None
+) -> Sampled:
+    """One token for each row of logits [S, V], which are changed in place."""
+    best = logits.max(-1)
+    is_broken = ~torch.isfinite(best.values)
+    raw = _wanted_logits(logits, rows)
+    if not _is_plain(rows, masks):
+        penalties.apply(logits, rows, last_tokens)
+        _add_bias(logits, rows)
+        _forbid(logits, rows, masks)
+        best = logits.max(-1)
+    tokens = best.indices
+    drawn = [index for index, piece in enumerate(rows) if piece.sampling.temperature > 0]
+    if len(drawn) == len(rows):
+        tokens = _draw(logits, rows)
+    elif drawn:
+        tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])
+    is_blocked = torch.isneginf(best.values)
+    return Sampled(tokens, is_broken, is_blocked, None if raw is None else _logprobs(*raw, rows, tokens))
+
+
+def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
+    """Nothing to do to the logits before the draw: the common case."""
+    return not masks and not any(
+        _is_penalised(piece) or piece.sampling.logit_bias or _is_short(piece) for piece in rows
+    )
+
+
+def _is_short(piece: SeqSlice) -> bool:
+    """The answer may not end yet."""
+    num_answered = piece.start + piece.length - piece.num_prompt_tokens
+    return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
+
+
+def _add_bias(logits: Tensor, rows: Sequence[SeqSlice]) -> None:
+    entries = [
+        (index, token, bias) for index, piece in enumerate(rows) for token, bias in piece.sampling.logit_bias.items()
+    ]
+    if entries:
+        index, token, bias = zip(*entries, strict=True)
+        logits[list(index), list(token)] += torch.tensor(bias, device=logits.device)
+
+
+def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
+    forbidden = [
+        (index, token)
+        for index, piece in enumerate(rows)
+        if _is_short(piece)
+        for token in piece.sampling.stop_token_ids
+    ]
+    if forbidden:
+        index, token = zip(*forbidden, strict=True)
+        logits[list(index), list(token)] = _NEVER
+    for row, piece in enumerate(rows):
+        mask = masks.get(piece.slot) if masks else None
+        if mask is not None:
+            packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)
+            bits = (packed[:, None] >> torch.arange(8, device=logits.device)) & 1
+            logits[row].masked_fill_(bits.flatten()[: logits.shape[1]] == 0, _NEVER)
+
+
+def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:
+    params = [piece.sampling for piece in rows]
+    device, vocab_size = logits.device, logits.shape[1]
+    temperatures = torch.tensor([p.temperature for p in params], device=device)
+    logits = logits / temperatures[:, None]
+    peak = logits.max(-1, keepdim=True).values
+    floor = torch.full_like(peak, _NEVER)  # tokens below it are cut off
+    if any(p.min_p > 0 for p in params):
+        floor = peak + torch.tensor([p.min_p for p in params], device=device).log()[:, None]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
+    if any(top_k):
+        floor = torch.maximum(floor, _top_k_floor(logits, top_k))
+    if any(p.top_p < 1 for p in params):
+        top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
+        floor = torch.maximum(floor, _top_p_floor(logits, peak, floor, top_p))
+    weights = (logits - peak).exp_().masked_fill_(logits < floor, 0.0)  # [S, V]
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    draws = [uniform(piece.sampling.seed, piece.sampling.sample_index, piece.start + piece.length) for piece in rows]
+    targets = torch.tensor(draws, device=device, dtype=torch.float64) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
+    return tokens.clamp_(max=vocab_size - 1)
+
+
+def _top_k_floor(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    """The k-th largest logit of each row; ties with it are kept."""
+    largest = logits.topk(max(top_k), -1).values
+    counts = torch.tensor(top_k, device=logits.device)[:, None]
+    floor = largest.gather(1, (counts - 1).clamp_(min=0))
+    return torch.where(counts > 0, floor, _NEVER)
+
+
+def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit of the smallest set whose share of what is kept so far reaches top_p."""
+    vocab_size = logits.shape[1]
+    kept = (logits - peak).exp_().masked_fill_(logits < floor, 0.0)
+    goal = top_p * kept.sum(-1, dtype=torch.float64)  # [S]
+    size = min(TOP_P_CANDIDATES, vocab_size)
+    largest = kept.topk(size, -1).values.double()
+    if bool((largest.sum(-1) < goal).any()):
+        largest = kept.sort(-1, descending=True).values.double()
+    before = largest.cumsum(-1) - largest
+    last = (before < goal[:, None]).sum(-1, keepdim=True) - 1
+    threshold = largest.gather(1, last.clamp_(min=0)).to(logits.dtype)  # of the weights; back to logits by comparison
+    result = torch.where(kept >= threshold, logits, float("inf")).amin(-1, keepdim=True)
+    return torch.where(top_p[:, None] < 1, result, _NEVER)
+
+
+def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tuple[int, ...]] | None:
+    """The model's own logits of the rows that report logprobs, saved before sampling changes them."""
+    wanted = tuple(index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None)
+    return (logits[list(wanted)], wanted) if wanted else None
+
+
+def _logprobs(raw: Tensor, wanted: tuple[int, ...], rows: Sequence[SeqSlice], tokens: Tensor) -> Logprobs:
+    counts = tuple(rows[index].sampling.logprobs or 0 for index in wanted)
+    return _rank(raw, tokens[list(wanted)], wanted, counts)
+
+
+def _rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
+    logprobs = torch.log_softmax(raw, -1)
+    picked = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > picked).sum(-1)
+    top = logprobs.topk(min(max(counts), raw.shape[1]), -1)
+    return Logprobs(rows, counts, picked[:, 0], ranks, top.values, top.indices)
+
+
+def rank_tokens(raw: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """What the model thought of given tokens: raw logits [N, V] of the positions before them."""
+    chosen = torch.tensor(list(tokens), device=raw.device)
+    ranked = _rank(raw, chosen, tuple(range(len(tokens))), (count,) * len(tokens))
+    return tuple(read_logprobs(ranked, list(tokens)).values())
+
+
+def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+    """By row of S, as plain numbers. Waits for the device."""
+    chosen, ranks = logprobs.chosen.tolist(), logprobs.ranks.tolist()
+    values, ids = logprobs.top_values.tolist(), logprobs.top_tokens.tolist()
+    result: dict[int, TokenLogprobs] = {}
+    for place, (row, count) in enumerate(zip(logprobs.rows, logprobs.counts, strict=True)):
+        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+        result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
+    return result
+
+
+def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
+    return PromptLogprobs(start, tuple(entry for part in parts for entry in part))

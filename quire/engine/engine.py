@@ -1,0 +1,171 @@
+"""The engine loop. Knows token ids, plans and results; knows nothing of text, processes or tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.backends.base import Runner
+from quire.core.prefix import CacheExplanation
+from quire.core.request import FinishReason, Priority, Request, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
+from quire.errors import InvalidRequest
+
+MAX_FAILED_STEPS = 3  # in a row: then it is not the requests
+
+log = logging.getLogger(__name__)
+
+
+class EngineOutput(NamedTuple):
+    """News of one request. What the cache gave it comes with every one: it is known before the first token."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    cache: CacheExplanation | None
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: PromptLogprobs | None
+    error: str | None
+
+
+class BrokenRunner(RuntimeError):
+    """Step after step failed: the process that holds this runner should end, and a new one begin."""
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    error: str | None  # it could not be enqueued
+
+
+class Engine:
+    """Drives a runner by a scheduler's plans, with one step in flight where the runner gains by it.
+
+    Not thread-safe: whoever owns it calls `add`, `cancel`, `finish` and `step`, one at a time.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        on_plan: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.capacity = runner.capacity()
+        self._clock = clock
+        self.on_plan = on_plan  # called with every plan before it runs
+        self._requests: dict[int, Request] = {}  # alive, and known to whoever reads the outputs
+        self._in_flight: _InFlight | None = None
+        self._num_failed_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_work
+
+    def add(
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: Priority = Priority.NORMAL,
+        salt: str = "",
+        parent_id: int | None = None,
+    ) -> None:
+        """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed."""
+        self.check(prompt, sampling)
+        parent = None if parent_id is None else self._requests.get(parent_id)
+        request = Request(request_id, prompt, sampling, priority=priority, salt=salt, parent=parent)
+        self.scheduler.add(request, self._clock())
+        self._requests[request_id] = request
+
+    def cancel(self, request_id: int) -> bool:
+        """Frees everything the request holds now. No further output comes for it."""
+        self._requests.pop(request_id, None)
+        return self.scheduler.cancel(request_id)
+
+    def finish(self, request_id: int, num_output_tokens: int) -> bool:
+        """The answer is complete after so many tokens. No further output comes for it."""
+        self._requests.pop(request_id, None)
+        return self.scheduler.finish(request_id, num_output_tokens)
+
+    def step(self) -> list[EngineOutput]:
+        """Plan a step and enqueue it, then collect the one before, or this one where nothing runs beside the host."""
+        plan = self.scheduler.schedule(self._clock())
+        if self.on_plan is not None:
+            self.on_plan(plan)
+        launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
+        if self.capacity.has_overlap:
+            launched, self._in_flight = self._in_flight, launched
+        return [] if launched is None else self._commit(launched)
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _launch(self, plan: StepPlan) -> str | None:
+        """Enqueue a step. What a backend raises ends the requests of that step, not the engine."""
+        try:
+            self.runner.forward(plan)
+            self.runner.sample(None)
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(plan.slices))
+            self.runner.abandon()
+            return f"the step failed: {type(error).__name__}: {error}"
+        return None
+
+    def _commit(self, step: _InFlight) -> list[EngineOutput]:
+        result = self._collect(step)
+        updates = self.scheduler.commit(step.plan, result)
+        if result.is_poisoned:  # what such a request left in the cache is not to be found by another
+            self.scheduler.cache.clear()
+        return [self._output(update) for update in updates]
+
+    def _collect(self, step: _InFlight) -> StepResult:
+        error = step.error
+        if error is None:
+            try:
+                result = self.runner.collect()
+                self._num_failed_steps = 0
+                return result
+            except Exception as problem:
+                log.exception("a step of %d requests failed", len(step.plan.slices))
+                error = f"the step failed: {type(problem).__name__}: {problem}"
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise BrokenRunner(f"{self._num_failed_steps} steps in a row failed; the last: {error}")
+        num_slices = len(step.plan.slices)
+        return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
+
+    def _output(self, update: TokenUpdate) -> EngineOutput:
+        request = self._requests[update.request_id]
+        if update.finish_reason is not None:
+            del self._requests[update.request_id]
+        return EngineOutput(
+            update.request_id,
+            update.tokens,
+            update.finish_reason,
+            request.num_cached_tokens,
+            request.cache_explanation,
+            update.logprobs,
+            update.prompt_logprobs,
+            update.error,
+        )
+
+    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down."""
+        self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_context)
+        for name, ids in (
+            ("prompt", prompt),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if ids and (largest := max(ids)) >= self.capacity.vocab_size:
+                raise InvalidRequest(
+                    f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}"
+                )

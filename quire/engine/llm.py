@@ -1,0 +1,243 @@
+"""Offline use: `LLM(model).generate(prompts)`, in this process, with all prompts batched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quire.backends.base import Progress
+from quire.core.kv_cache import CacheStats
+from quire.core.request import FinishReason
+from quire.engine.build import EngineConfig, make_engine
+from quire.engine.model import ModelText
+from quire.engine.outputs import Answers, Delta, GenerationOutput
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.errors import InvalidRequest, QueueFull
+from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.weights.hub import resolve
+
+Prompt = str | Sequence[int]
+Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
+OnOutput = Callable[[int, Delta], None]  # number of the prompt, what one step added to it
+
+
+class LLM:
+    """A model in this process. Give it all prompts at once: they share steps, and what they have in common.
+
+    `model` is a name (`quire models` lists them), a folder of safetensors or a GGUF file; without one, the default
+    model, which must have been pulled. Settings are those of `EngineConfig`.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+        try:
+            self.config = EngineConfig(**settings)
+        except TypeError as error:
+            raise InvalidRequest(f"settings: {error}") from None
+        path = resolve(None if model is None else str(model))
+        self.text = ModelText.open(path)
+        try:
+            self.engine = make_engine(path, self.config, progress)
+        except BaseException:
+            self.text.close()
+            raise
+        self.max_context = self.engine.scheduler.max_context
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: GenerationParams | Sequence[GenerationParams] | None = None,
+        *,
+        on_output: OnOutput | None = None,
+    ) -> list[GenerationOutput]:
+        """Continue each prompt: text as it is, or token ids. A prompt that fails carries its error; others go on."""
+        todo: list[Prompt] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        requests = [self.text.request(self._encode(prompt), one) for prompt, one in _pair(todo, params)]
+        return self._run(requests, on_output)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        params: GenerationParams | Sequence[GenerationParams] | None = None,
+        *,
+        on_output: OnOutput | None = None,
+    ) -> list[GenerationOutput]:
+        """Answer each conversation through the model's chat template. A string is one message of a user."""
+        todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
+        requests = [
+            self.text.request(self.text.encode_chat(as_chat(one), self.max_context), chosen)
+            for one, chosen in _pair(todo, params)
+        ]
+        return self._run(requests, on_output)
+
+    def stream(self, request: GenerationRequest) -> Iterator[Delta]:
+        """One request, delta by delta. Stopping early cancels it."""
+        run = _Run(self, [request])
+        try:
+            while not run.is_finished:
+                yield from (delta for _, delta in run.step())
+        finally:
+            run.cancel()
+
+    def cache_stats(self) -> CacheStats:
+        return self.engine.scheduler.cache.stats()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.text.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def next_id(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return self.text.encode(prompt, self.max_context) if isinstance(prompt, str) else tuple(prompt)
+
+    def _run(self, requests: Sequence[GenerationRequest], on_output: OnOutput | None) -> list[GenerationOutput]:
+        run = _Run(self, requests)
+        try:
+            while not run.is_finished:
+                for number, delta in run.step():
+                    if on_output is not None:
+                        run.tell(on_output, number, delta)
+        finally:
+            run.cancel()
+        return [answers.output() for answers in run.answers]
+
+
+class _Run:
+    """Some requests on their way through an engine that runs in this thread."""
+
+    def __init__(self, llm: LLM, requests: Sequence[GenerationRequest]) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        for number, request in enumerate(requests):
+            try:
+                self._engine.check(request.prompt, request.sampling)
+            except InvalidRequest as error:
+                raise type(error)(f"prompts[{number}]: {error}") from None
+        self.answers = [Answers(request, llm.text.tokenizer) for request in requests]
+        self._todo = deque((number, index) for number, request in enumerate(requests) for index in range(request.n))
+        self._parents: dict[int, int] = {}  # number of a request -> id of its first sample
+        self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._alive and not self._todo
+
+    def step(self) -> list[tuple[int, Delta]]:
+        self._fill()
+        deltas: list[tuple[int, Delta]] = []
+        for output in self._engine.step():
+            place = self._alive.get(output.request_id)
+            if place is None:
+                continue
+            number, index = place
+            answers = self.answers[number]
+            try:
+                delta = answers.push(index, output)
+            except Exception as error:  # its text could not be made: it ends, the others do not
+                delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
+            if delta.finish_reason is not None:
+                self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
+            deltas.append((number, delta))
+        return deltas
+
+    def tell(self, on_output: OnOutput, number: int, delta: Delta) -> None:
+        """A callback that raises ends its own request."""
+        try:
+            on_output(number, delta)
+        except Exception as error:
+            message = f"its callback raised {type(error).__name__}: {error}"
+            for request_id, (other, index) in list(self._alive.items()):
+                if other == number:
+                    self.answers[number].fail(index, message)
+                    self._end(request_id, None, None)
+
+    def cancel(self) -> None:
+        self._todo.clear()
+        for request_id in list(self._alive):
+            self._end(request_id, None, None)
+
+    def _fill(self) -> None:
+        """Let in as many as the queue takes: a caller may bring more prompts than a server would let wait."""
+        while self._todo:
+            number, index = self._todo[0]
+            request = self.answers[number].request
+            request_id = self._llm.next_id()
+            try:
+                self._engine.add(
+                    request_id,
+                    request.prompt,
+                    replace(request.sampling, sample_index=index),
+                    priority=request.priority,
+                    salt=request.salt,
+                    parent_id=self._parents.get(number),
+                )
+            except QueueFull:
+                return
+            self._todo.popleft()
+            self._alive[request_id] = (number, index)
+            self._parents.setdefault(number, request_id)
+
+    def _end(self, request_id: int, engine_reason: FinishReason | None, num_tokens: int | None) -> None:
+        del self._alive[request_id]
+        if engine_reason is not None:
+            return  # the engine knows already
+        if num_tokens is None:
+            self._engine.cancel(request_id)
+        else:
+            self._engine.finish(request_id, num_tokens)
+
+
+def as_chat(conversation: Conversation) -> ChatRequest:
+    """Messages as the clients of the field write them: {"role": ..., "content": ...}."""
+    if isinstance(conversation, ChatRequest):
+        return conversation
+    if isinstance(conversation, str):
+        return ChatRequest((Message(Role.USER, (Part(conversation),)),))
+    messages = []
+    for i, message in enumerate(conversation):
+        unknown = set(message) - {"role", "content", "name"}
+        if unknown or not {"role", "content"} <= set(message):
+            raise InvalidRequest(f"messages[{i}] has the fields {sorted(message)}, not role, content and maybe name")
+        if message["role"] not in list(Role):
+            raise InvalidRequest(f"messages[{i}].role = {message['role']!r} is not one of {', '.join(Role)}")
+        if not isinstance(message["content"], str):
+            raise InvalidRequest(f"messages[{i}].content is a {type(message['content']).__name__}, not a string")
+        messages.append(Message(Role(message["role"]), (Part(message["content"]),), message.get("name")))
+    return ChatRequest(tuple(messages))
+
+
+def _is_conversation(value: object) -> bool:
+    if isinstance(value, str | ChatRequest):
+        return True
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], int)
+
+
+def _pair(
+    todo: Sequence[Any], params: GenerationParams | Sequence[GenerationParams] | None
+) -> list[tuple[Any, GenerationParams]]:
+    if params is None or isinstance(params, GenerationParams):
+        chosen: Sequence[GenerationParams] = [params or GenerationParams()] * len(todo)
+    else:
+        chosen = params
+    if len(chosen) != len(todo):
+        raise InvalidRequest(f"{len(chosen)} params for {len(todo)} prompts: one for all, or one for each")
+    return list(zip(todo, chosen, strict=True))

@@ -1,0 +1,97 @@
+"""A model as the side that talks to people sees it: its words, its template, its defaults. No weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.core.request import Priority
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
+from quire.text.chat import ChatRequest, ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint import TokenizerFiles
+from quire.weights.opening import open_checkpoint
+from quire.weights.spec import GenerationDefaults, ModelSpec
+
+MAX_CHARS_PER_TOKEN = 16  # no text is longer than this in tokens of any model: refuse it before it is tokenised
+
+
+class ModelText:
+    """Turns prompts and conversations into generation requests for one model."""
+
+    def __init__(
+        self, name: str, spec: ModelSpec, defaults: GenerationDefaults, tokenizer: Tokenizer, template: ChatTemplate
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.defaults = defaults
+        self.tokenizer = tokenizer
+        self.template = template
+        self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))
+
+    @classmethod
+    def open(cls, path: Path, name: str | None = None) -> ModelText:
+        checkpoint = open_checkpoint(path)
+        try:
+            files = checkpoint.tokenizer_files()
+            tokenizer = make_tokenizer(files)
+            if tokenizer.vocab_size > checkpoint.spec.vocab_size:
+                sizes = f"{tokenizer.vocab_size} tokens, the model only {checkpoint.spec.vocab_size}"
+                raise ModelFileError(f"{path}: the tokenizer has {sizes}")
+            template = ChatTemplate(files.chat_template, tokenizer)
+            return cls(name or path.stem, checkpoint.spec, checkpoint.generation, tokenizer, template)
+        finally:
+            checkpoint.close()
+
+    def encode(self, text: str, max_context: int) -> tuple[int, ...]:
+        """A raw prompt. Control strings in it are control tokens: it is the caller's whole prompt."""
+        limit = MAX_CHARS_PER_TOKEN * max_context
+        if len(text) > limit:
+            raise ContextTooLong(
+                f"prompt of {len(text)} characters is more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
+                f" {max_context} tokens of context"
+            )
+        return tuple(self.tokenizer.encode(text))
+
+    def encode_chat(self, chat: ChatRequest, max_context: int) -> tuple[int, ...]:
+        num_chars = sum(len(message.text) for message in chat.messages)
+        limit = MAX_CHARS_PER_TOKEN * max_context
+        if num_chars > limit:
+            raise ContextTooLong(
+                f"messages of {num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
+                f" {max_context} tokens of context"
+            )
+        return tuple(self.template.encode(chat))
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        params: GenerationParams,
+        *,
+        priority: Priority = Priority.NORMAL,
+        salt: str = "",
+    ) -> GenerationRequest:
+        if not prompt:
+            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
+        return GenerationRequest(
+            prompt=tuple(prompt),
+            sampling=params.sampling(self.defaults, self.eos_token_ids),
+            n=params.n,
+            stop=params.stops,
+            include_stop=params.include_stop,
+            skip_special=params.skip_special,
+            priority=priority,
+            salt=salt,
+        )
+
+    def close(self) -> None:
+        self.template.close()
+
+
+def make_tokenizer(files: TokenizerFiles) -> Tokenizer:
+    if files.tokenizer_json is not None:
+        return Tokenizer.from_json(files.tokenizer_json, files.config)
+    if files.gguf is not None:
+        return Tokenizer.from_gguf(files.gguf)
+    raise ModelFileError("the model has no tokenizer: neither tokenizer.json nor a GGUF vocabulary")

@@ -1,0 +1,202 @@
+"""What a caller gets back: text as it grows, then the whole answer with its bill.
+
+An `Answers` object stands for one generation request with its n samples. It takes engine outputs, which are token ids,
+and gives deltas, which are text. Whoever drives an engine owns one per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.core.prefix import CacheExplanation
+from quire.core.request import FinishReason
+from quire.core.step import PromptLogprobs, TokenLogprobs
+from quire.engine.engine import EngineOutput
+from quire.engine.params import GenerationRequest
+from quire.errors import RequestFailed
+from quire.text.stream import TextStream
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    text: str
+    data: bytes  # exactly what the token stands for, which may be part of a character
+    logprob: float
+    rank: int  # 0: the most probable
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, found in the cache
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one sample."""
+
+    index: int  # of the sample
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop: str | None  # the stop string that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    usage: Usage
+    cache: CacheExplanation | None  # how far the first sample's prompt was cached, and why not further
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one a prompt token; the first has none
+
+    @property
+    def text(self) -> str:
+        """Of the first sample."""
+        return self.completions[0].text
+
+
+@dataclass(slots=True)
+class _Sample:
+    stream: TextStream
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    error: str | None = None
+
+
+class Answers:
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._samples = [
+            _Sample(
+                TextStream(
+                    tokenizer, stops=request.stop, include_stop=request.include_stop, skip_special=request.skip_special
+                )
+            )
+            for _ in range(request.n)
+        ]
+        self._prompt_logprobs: dict[int, TokenLogprob] = {}
+        self._cached_tokens = 0
+        self._cache: CacheExplanation | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self._samples)
+
+    @property
+    def usage(self) -> Usage:
+        """So far. The prompt is counted once, and what the first sample found of it."""
+        num_tokens = sum(len(sample.token_ids) for sample in self._samples)
+        return Usage(len(self.request.prompt), num_tokens, self._cached_tokens)
+
+    @property
+    def cache(self) -> CacheExplanation | None:
+        return self._cache
+
+    def num_tokens(self, index: int) -> int:
+        return len(self._samples[index].token_ids)
+
+    def push(self, index: int, output: EngineOutput) -> Delta:
+        """Take one output of sample `index`. A delta with `stop` set means: end it in the engine too."""
+        sample = self._samples[index]
+        if index == 0:
+            self._cached_tokens, self._cache = output.num_cached_tokens, output.cache
+        if output.prompt_logprobs is not None:
+            self._take_prompt_logprobs(output.prompt_logprobs)
+        if sample.finish_reason is not None:  # a stop string ended it; these tokens were under way
+            return Delta(index, "", (), (), sample.finish_reason, None)
+        is_stop = output.finish_reason is FinishReason.STOP
+        hidden = output.tokens[-1:] if is_stop and not self.request.include_stop else ()
+        shown = output.tokens[: len(output.tokens) - len(hidden)]
+        delta = sample.stream.push(shown)
+        text, stop = delta.text, delta.stop
+        token_ids = output.tokens[: delta.num_tokens] if stop is not None else output.tokens
+        reason = FinishReason.STOP if stop is not None else output.finish_reason
+        if reason is not None and stop is None:
+            rest = sample.stream.finish()
+            text, stop = text + rest.text, rest.stop
+            reason = FinishReason.STOP if stop is not None else reason
+        logprobs = tuple(self._readable(entry) for entry in output.logprobs[: len(token_ids)])
+        sample.text.append(text)
+        sample.token_ids += token_ids
+        sample.logprobs += logprobs
+        sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
+        return Delta(index, text, tuple(token_ids), logprobs, reason, stop)
+
+    def fail(self, index: int, error: str) -> Delta:
+        """End a sample that cannot go on: its engine died, or its own text could not be made."""
+        sample = self._samples[index]
+        if sample.finish_reason is None:
+            sample.finish_reason, sample.error = FinishReason.ERROR, error
+        return Delta(index, "", (), (), sample.finish_reason, None)
+
+    def result(self) -> GenerationOutput:
+        """The whole answer. Raises RequestFailed if any sample failed."""
+        for sample in self._samples:
+            if sample.error is not None:
+                raise RequestFailed(sample.error)
+        return self.output()
+
+    def output(self) -> GenerationOutput:
+        """The whole answer; failed samples carry their error."""
+        return GenerationOutput(
+            prompt_token_ids=self.request.prompt,
+            completions=tuple(self._completion(index) for index in range(self.request.n)),
+            usage=self.usage,
+            cache=self._cache,
+            prompt_logprobs=self._all_prompt_logprobs(),
+        )
+
+    def _completion(self, index: int) -> Completion:
+        sample = self._samples[index]
+        return Completion(
+            index=index,
+            text="".join(sample.text),
+            token_ids=tuple(sample.token_ids),
+            finish_reason=sample.finish_reason or FinishReason.CANCELLED,
+            stop=sample.stop,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(sample.logprobs),
+            error=sample.error,
+        )
+
+    def _take_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        for position, entry in enumerate(found.entries, found.start):
+            self._prompt_logprobs[position] = self._readable(entry)
+
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return tuple(self._prompt_logprobs.get(position) for position in range(len(self.request.prompt)))
+
+    def _readable(self, entry: TokenLogprobs) -> TokenLogprob:
+        top = tuple(self._named(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top))
+        return self._named(entry.token, entry.logprob, entry.rank, top)
+
+    def _named(self, token: int, logprob: float, rank: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+        data = self._tokenizer.token_bytes(token)
+        return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, rank, tuple(top))

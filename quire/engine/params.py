@@ -1,0 +1,107 @@
+"""What a caller asks of a generation, in the caller's words, and the frozen request it becomes.
+
+Everything that reaches an engine passes here: the server's protocols, the command line and `LLM` alike.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from quire.core.request import Priority, SamplingParams, check_salt
+from quire.errors import InvalidRequest
+from quire.text.stop_strings import StopStrings
+from quire.weights.spec import GenerationDefaults
+
+T = TypeVar("T", int, float)
+
+MAX_SAMPLES = 32
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_STOP_IDS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """None: what the model's makers recommend, or else the neutral value."""
+
+    temperature: float | None = None  # 0: always the most probable token
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # the same seed gives the same draws, whatever else is being served
+    n: int = 1  # answers to each prompt
+    max_tokens: int | None = None  # None: up to the end of the context
+    min_tokens: int = 0
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False  # leave the stop string in the text
+    ignore_eos: bool = False
+    skip_special: bool = True  # leave control tokens out of the text
+    logprobs: int | None = None  # alternatives to report at each token of the answer
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or not 1 <= self.n <= MAX_SAMPLES:
+            raise InvalidRequest(f"n = {self.n!r} is not a whole number from 1 to {MAX_SAMPLES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
+                raise InvalidRequest(f"{name} = {count!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries, more than {MAX_BIASES}")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
+        StopStrings(self.stops)  # refuses what cannot be searched for
+        self.sampling(GenerationDefaults(), ())  # refuses what cannot be sampled
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def sampling(self, defaults: GenerationDefaults, eos_token_ids: Sequence[int]) -> SamplingParams:
+        """With the model's defaults filled in. Without a seed, one is drawn."""
+        stop_ids = tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids))))
+        return SamplingParams(
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_k=_first(self.top_k, defaults.top_k, 0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
+            stop_token_ids=stop_ids,
+        )
+
+
+def _first(given: T | None, recommended: T | None, neutral: T) -> T:
+    return given if given is not None else recommended if recommended is not None else neutral
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and what to do with it: token ids and plain numbers, ready for any engine."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    priority: Priority = Priority.NORMAL
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        check_salt(self.salt)

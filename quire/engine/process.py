@@ -1,0 +1,163 @@
+"""One worker process as asyncio sees it: started, spoken to, watched, ended.
+
+Knows messages and time; knows nothing of requests. Frames in, frames out, and one report when it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from quire.engine.wire import FrameReader, FrameWriter, FromWorker, ToWorker, Working, from_worker
+
+HANG_LIMIT_S = 30.0  # without a sign of life, while there is work
+EXIT_LIMIT_S = 5.0  # for a process that was told to end
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    def __init__(
+        self,
+        on_message: Callable[[FromWorker], None],
+        on_end: Callable[[str], None],
+        *,
+        hang_limit_s: float = HANG_LIMIT_S,
+    ) -> None:
+        """Starts the process. `on_end` is called once, with what happened, unless it was closed on purpose."""
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_end = on_end
+        self._hang_limit_s = hang_limit_s
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "quire.engine.worker", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._socket.setblocking(False)
+        self._reader = FrameReader()
+        self._writer = FrameWriter(self._socket)
+        self._is_over = False
+        self._ending: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._deadline_s = 0.0
+        self._loop.add_reader(self._socket, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def send(self, message: ToWorker) -> None:
+        if self._is_over:
+            return
+        try:
+            self._writer.send(message)
+        except OSError as error:
+            self._end(f"cannot be reached: {error}")
+            return
+        if self._writer.has_unsent:
+            self._loop.add_writer(self._socket, self._flush)
+
+    def expect_news(self, is_expected: bool) -> None:
+        """While news is expected, silence beyond the limit means that it hangs. Otherwise no timer runs."""
+        if not is_expected:
+            if self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+        elif self._watch is None and not self._is_over:
+            self._deadline_s = self._loop.time() + self._hang_limit_s
+            self._watch = self._loop.call_at(self._deadline_s, self._check)
+
+    async def close(self) -> None:
+        """End it: it leaves by itself when its socket closes; if not, it is killed."""
+        if not self._is_over:
+            self._detach()
+            await self._wait_or_kill()
+        elif self._ending is not None:
+            await self._ending
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(f"cannot be reached: {error}")
+            return
+        if not data:
+            self._end("")
+            return
+        try:
+            messages = [from_worker.decode(frame) for frame in self._reader.feed(data)]
+        except ValueError as error:
+            self._end(f"sent what is not a message: {error}")
+            return
+        for message in messages:
+            limit_s = self._hang_limit_s
+            if isinstance(message, Working):
+                limit_s = max(limit_s, message.limit_s)
+            self._deadline_s = self._loop.time() + limit_s
+            if not self._is_over:
+                self._on_message(message)
+
+    def _flush(self) -> None:
+        try:
+            self._writer.flush()
+        except OSError as error:
+            self._end(f"cannot be reached: {error}")
+            return
+        if not self._writer.has_unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _check(self) -> None:
+        self._watch = None
+        if self._loop.time() < self._deadline_s:
+            self._watch = self._loop.call_at(self._deadline_s, self._check)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes where it hangs to stderr
+        self._end(f"gave no sign of life for {self._hang_limit_s:g} s and was ended", grace_s=1.0)
+
+    def _end(self, reason: str, grace_s: float = EXIT_LIMIT_S) -> None:
+        if not self._is_over:
+            self._detach()
+            self._ending = self._loop.create_task(self._report(reason, grace_s))
+
+    async def _report(self, reason: str, grace_s: float) -> None:
+        code = await self._wait_or_kill(grace_s)
+        self._on_end(reason or _describe(code))
+
+    async def _wait_or_kill(self, grace_s: float = EXIT_LIMIT_S) -> int:
+        try:
+            return await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+    def _detach(self) -> None:
+        self._is_over = True
+        self.expect_news(False)
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

@@ -1,0 +1,1 @@
+"""Words: tokenizer, chat templates, detokeniser, stop strings. Knows nothing of weights, tensors or HTTP."""

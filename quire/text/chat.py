@@ -1,0 +1,240 @@
+"""A conversation, and how a model's chat template turns it into tokens.
+
+Only the template may write control tokens. A user who types `<|im_end|>` means the letters: see ChatTemplate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from quire.errors import InvalidRequest, TemplateError
+from quire.text.rendering import Renderer
+from quire.text.tokenizer import Tokenizer, check_text
+from quire.text.vocab_spec import AddedToken
+
+MAX_MESSAGES = 2048
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_ARGS = 32
+RESERVED_ARGS = frozenset(("messages", "tools", "documents", "add_generation_prompt", "chat_template"))
+_PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # planes 15 and 16
+
+
+class Role(StrEnum):
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    parts: tuple[Part, ...]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to answer. Checked when it is made: one that exists can be rendered."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True  # end with the opening of an assistant's answer
+    continue_last: bool = False  # instead: leave the last message, an assistant's, open to be continued
+    template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.messages) <= MAX_MESSAGES:
+            raise InvalidRequest(f"messages has {len(self.messages)} entries, not 1 to {MAX_MESSAGES}")
+        for i, message in enumerate(self.messages):
+            _check_message(message, f"messages[{i}]")
+        if self.continue_last and self.add_generation_prompt:
+            raise InvalidRequest("continue_last and add_generation_prompt exclude each other")
+        if self.continue_last and self.messages[-1].role != Role.ASSISTANT:
+            last = len(self.messages) - 1
+            raise InvalidRequest(
+                f"continue_last: messages[{last}].role = {self.messages[last].role.value!r}, not assistant"
+            )
+        _check_args(self.template_args)
+
+
+class ChatTemplate:
+    """A model's chat template over its tokenizer.
+
+    Before rendering, every control string in what people wrote gets a marker after its first character, so that it is
+    none any more; after rendering, the text between the template's own control tokens is encoded without the markers
+    and without control tokens. A conversation that holds no control string, nearly every one, is one plain encode of
+    the rendered text. BOS is the template's business: none is added, as in transformers.
+
+    In an assistant's message only special tokens are marked: templates look for `</think>` and the like there.
+    """
+
+    def __init__(self, source: str | None, tokenizer: Tokenizer, *, renderer: Renderer | None = None) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._all = _Finder(tokenizer.control)
+        self._special = _Finder(token for token in tokenizer.control if token.special)
+
+    @property
+    def exists(self) -> bool:
+        return self._source is not None
+
+    def check(self) -> None:
+        """Compiles the template and renders a trial, so that a bad one is found at load. Raises TemplateError."""
+        self._render_with({"messages": [{"role": "user", "content": "Hi"}]}, is_trial=True)
+
+    def encode(self, request: ChatRequest) -> list[int]:
+        """The prompt's token ids. Raises TemplateError, or InvalidRequest for arguments the template does not know."""
+        text, marker = self._render(request)
+        return self._tokenizer.encode_marked(text, marker)
+
+    def render(self, request: ChatRequest) -> str:
+        """The prompt as text, for people: encoding it would turn control strings in messages into control tokens."""
+        text, marker = self._render(request)
+        return text.replace(marker, "")
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def _render(self, request: ChatRequest) -> tuple[str, str]:
+        texts = [message.text for message in request.messages]
+        names = [message.name or "" for message in request.messages]
+        args = {key: str(value) for key, value in request.template_args.items()}
+        marker, end = _unused_characters([*texts, *names, *args.values(), self._source or ""])
+        messages: list[dict[str, str]] = []
+        for message, text in zip(request.messages, texts, strict=True):
+            finder = self._special if message.role is Role.ASSISTANT else self._all
+            entry = {"role": message.role.value, "content": finder.mark(text, marker)}
+            if message.name is not None:
+                entry["name"] = self._all.mark(message.name, marker)
+            messages.append(entry)
+        if request.continue_last:
+            messages[-1]["content"] += end + " "
+        variables: dict[str, Any] = {
+            key: self._all.mark(value, marker) if isinstance(value, str) else value
+            for key, value in request.template_args.items()
+        }
+        variables |= {"messages": messages, "add_generation_prompt": request.add_generation_prompt}
+        rendered = self._render_with(variables, args=request.template_args)
+        return (_cut(rendered, end) if request.continue_last else rendered), marker
+
+    def _render_with(self, variables: Mapping[str, Any], *, args: Iterable[str] = (), is_trial: bool = False) -> str:
+        if self._source is None:
+            raise TemplateError("this model has no chat template: send it a prompt as a raw completion instead")
+        if self._renderer is None:
+            self._renderer = Renderer(self._source)
+        for name in args:
+            if name not in self._renderer.variables:
+                known = sorted(name for name in self._renderer.variables if not _is_reserved(name))
+                raise InvalidRequest(f"template_args[{name!r}] is not known to this model's template; it knows {known}")
+        everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
+        everything.setdefault("add_generation_prompt", True)
+        return self._renderer.check(everything) if is_trial else self._renderer.render(everything)
+
+
+class _Finder:
+    """Finds the control strings in a text, however many there are, in time for the text alone."""
+
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        self._by_start: dict[str, tuple[frozenset[str], tuple[int, ...]]] = {}
+        groups: dict[str, set[str]] = {}
+        for token in tokens:
+            groups.setdefault(token.content[:2], set()).add(token.content)
+        for start, strings in groups.items():
+            self._by_start[start] = frozenset(strings), tuple(sorted({len(string) for string in strings}))
+        self._prefixes = frozenset(
+            string[:size] for strings in groups.values() for string in strings for size in range(1, len(string))
+        )
+        self._longest = max(map(len, self._prefixes), default=0)
+        # A lookahead: occurrences may overlap.
+        starts = "|".join(re.escape(start) for start in self._by_start)
+        self._pattern = re.compile(f"(?=({starts}))", re.DOTALL) if starts else None
+
+    def mark(self, text: str, marker: str) -> str:
+        """The text with `marker` after the first character of each control string in it.
+
+        And at its end, where it ends in the beginning of one: what the template writes next could complete it.
+        """
+        if self._pattern is None:
+            return text
+        pieces: list[str] = []
+        done = 0
+        for match in self._pattern.finditer(text):
+            at = match.start()
+            strings, sizes = self._by_start[match[1]]
+            if any(text[at : at + size] in strings for size in sizes):
+                pieces += (text[done : at + 1], marker)
+                done = at + 1
+        pieces.append(text[done:])
+        if any(text[-size:] in self._prefixes for size in range(1, min(self._longest, len(text)) + 1)):
+            pieces.append(marker)
+        return "".join(pieces)
+
+
+def _cut(rendered: str, end: str) -> str:
+    """The text up to the end of the last message; where the template trimmed that message, trimmed as well."""
+    at = rendered.rfind(end)
+    if at < 0:
+        raise TemplateError("continue_last: this model's template does not write the last message as it is")
+    is_kept = rendered[at : at + 2] == end + " "
+    return rendered[:at] if is_kept else rendered[:at].rstrip()
+
+
+def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
+    """The first two private-use characters that occur in none of the texts."""
+    used = {char for text in texts if not text.isascii() for char in set(text) if ord(char) >= 0xF0000}
+    free = (chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used)
+    first, second = next(free, None), next(free, None)
+    if first is None or second is None:
+        raise InvalidRequest("messages use every private-use character there is")
+    return first, second
+
+
+def _check_message(message: Message, path: str) -> None:
+    if not isinstance(message.role, Role):
+        raise InvalidRequest(f"{path}.role = {str(message.role)[:40]!r} is not one of {[role.value for role in Role]}")
+    for i, part in enumerate(message.parts):
+        if not isinstance(part.text, str):
+            raise InvalidRequest(f"{path}.parts[{i}].text is a {type(part.text).__name__}, not a string")
+        check_text(part.text, name=f"{path}.parts[{i}].text")
+    if message.name is not None:
+        if not isinstance(message.name, str):
+            raise InvalidRequest(f"{path}.name is a {type(message.name).__name__}, not a string")
+        if not 1 <= len(message.name) <= MAX_NAME_CHARS:
+            raise InvalidRequest(f"{path}.name has {len(message.name)} characters, not 1 to {MAX_NAME_CHARS}")
+        check_text(message.name, name=f"{path}.name")
+
+
+def _is_reserved(name: str) -> bool:
+    """What the engine sets; bos_token and its like would let a request write control tokens."""
+    return name in RESERVED_ARGS or name.endswith("_token")
+
+
+def _check_args(args: Mapping[str, str | int | float | bool]) -> None:
+    if len(args) > MAX_TEMPLATE_ARGS:
+        raise InvalidRequest(f"template_args has {len(args)} entries, more than {MAX_TEMPLATE_ARGS}")
+    for name, value in args.items():
+        if not name.isidentifier() or _is_reserved(name):
+            raise InvalidRequest(f"template_args[{name[:40]!r}] cannot be set by a request")
+        if not isinstance(value, str | int | float | bool):
+            raise InvalidRequest(f"template_args[{name!r}] is a {type(value).__name__}, not a scalar")
+        if isinstance(value, str):
+            check_text(value, max_chars=4096, name=f"template_args[{name!r}]")
+        elif isinstance(value, float) and (value != value or abs(value) == float("inf")):
+            raise InvalidRequest(f"template_args[{name!r}] = {value} is not finite")
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            raise InvalidRequest(f"template_args[{name!r}] is an int of more than 64 bits")

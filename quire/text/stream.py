@@ -1,0 +1,74 @@
+"""One answer's text: tokens in, text out, cut where a stop string stands.
+
+The caller owns the stream and the request it belongs to: when a delta carries `stop`, it is the caller who ends the
+request in the engine, with `num_tokens` tokens. Tokens already in flight may still be pushed; they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.text.detokenize import Detokenizer
+from quire.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+
+class TokenText(NamedTuple):
+    """One token's share of the answer, for log probabilities."""
+
+    token_id: int
+    text: str  # what became final with this token: "" while a character is incomplete, or for a hidden token
+    offset: int  # characters of the answer before it; text held back for a stop string counts
+
+
+class TextDelta(NamedTuple):
+    text: str  # to show now
+    num_tokens: int  # of the tokens pushed, how many belong to the answer: all, or up to the one that completed `stop`
+    stop: str | None = None  # the stop string that ended the answer, in this push
+    tokens: tuple[TokenText, ...] = ()  # one for each of num_tokens
+
+
+class TextStream:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        keep_prefix_space: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, keep_prefix_space=keep_prefix_space)
+        self._stops = StopStrings(stops, include_stop=include_stop)
+        self.num_tokens = 0  # of the whole answer, so far
+        self.num_chars = 0  # that tokens have become, shown or held back
+        self.stop: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """The next tokens of the answer. A token that ends it (EOS) need not be pushed; if it is, it is hidden."""
+        shown: list[str] = []
+        tokens: list[TokenText] = []
+        for token_id in token_ids:
+            if self.stop is not None:
+                break
+            text = self._detokenizer.push((token_id,))
+            tokens.append(TokenText(token_id, text, self.num_chars))
+            self.num_chars += len(text)
+            match = self._stops.push(text)
+            shown.append(match.text)
+            self.stop = match.stop
+        self.num_tokens += len(tokens)
+        return TextDelta("".join(shown), len(tokens), self.stop if tokens else None, tuple(tokens))
+
+    def finish(self) -> TextDelta:
+        """The answer is over: half a character, and what was held back. This may still complete a stop string."""
+        if self.stop is not None:
+            return TextDelta("", 0)
+        rest = self._detokenizer.finish()
+        self.num_chars += len(rest)
+        match = self._stops.push(rest)
+        self.stop = match.stop
+        return TextDelta(match.text + self._stops.finish(), 0, match.stop)

@@ -1,0 +1,142 @@
+"""The child process that renders a chat template: a model's template is code from the internet.
+
+Jinja's sandbox stops it from reaching out, not from looping for ever or filling the memory, and a thread cannot be
+killed; a process can. Reads one JSON object a line, writes one a line, ends when its input does. Imports nothing of
+quire, so that it starts fast and there is nothing of quire's to find in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_OUTPUT_CHARS = 4 * 1024 * 1024
+MAX_MEMORY_BYTES = 512 * 1024 * 1024  # of address space; Python with jinja takes some 50 MiB of it
+MAX_CPU_S = 2  # a render; the parent is stricter, this is for the case that it is gone
+
+
+class Refusal(TemplateError):
+    """The template itself called raise_exception: it does not like the conversation."""
+
+
+class OutputTooLong(TemplateError):
+    pass
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks what an assistant said, for training. Here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def raise_exception(message: object) -> None:
+    raise Refusal(str(message))
+
+
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As transformers sets it up: templates are written against that."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return made
+
+
+class Worker:
+    def __init__(self) -> None:
+        self._environment = environment()
+        self._template: jinja2.Template | None = None
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if "source" in order:
+                return self._load(order["source"])
+            return {"text": self._render(order["variables"])}
+        except Refusal as error:
+            return {"error": str(error)[:2000], "kind": "refused"}
+        except OutputTooLong as error:
+            return {"error": str(error), "kind": "failed"}
+        except MemoryError:
+            return {"error": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory", "kind": "broken"}
+        except RecursionError:
+            return {"error": "it nests too deeply", "kind": "broken"}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {str(error)[:500]}", "kind": "failed"}
+
+    def _load(self, source: str) -> dict[str, Any]:
+        names = meta.find_undeclared_variables(self._environment.parse(source))
+        self._template = self._environment.from_string(source)
+        return {"variables": sorted(names)}
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        assert self._template is not None
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template.generate(**variables):
+            size += len(piece)
+            if size > MAX_OUTPUT_CHARS:
+                raise OutputTooLong(f"its text is longer than {MAX_OUTPUT_CHARS} characters")
+            pieces.append(piece)
+        text = "".join(pieces)
+        text.encode()  # half a surrogate pair is an error here, not later
+        return text
+
+
+def limit_memory() -> None:
+    with suppress(ImportError, ValueError, OSError):  # not on every platform
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_cpu() -> None:
+    """Counted over the life of the process, so it is set anew for every order."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + MAX_CPU_S, hard))
+
+
+def main() -> None:
+    limit_memory()
+    worker = Worker()
+    for line in sys.stdin.buffer:
+        limit_cpu()
+        answer = worker.answer(json.loads(line))
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

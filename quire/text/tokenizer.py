@@ -1,0 +1,294 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+Both kinds of file, tokenizer.json and the tokenizer.ggml.* keys of a GGUF, become one description, are checked here
+and built once. The library renumbers, panics and raises bare Exceptions on files it does not like, so everything a
+file can do wrong ends in ModelFileError, and everything a text can do wrong in InvalidRequest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import InvalidRequest, ModelFileError, QuireError
+from quire.text.gguf_vocab import SPACE, gguf_vocab
+from quire.text.vocab_spec import (
+    add_from_config,
+    check_spec,
+    checked_vocab,
+    decoder_kind,
+    leading_bos,
+    parse,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters byte-level models write bytes with: printable ones as they are, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Tokenizer:
+    """One vocabulary. Immutable after construction but for caches; safe to use from several threads."""
+
+    def __init__(self, spec: dict[str, Any], special: Mapping[str, int], eos_token_ids: Sequence[int]) -> None:
+        """For the two constructors below. `special` names ids: bos, eos, unk, pad."""
+        self._added = check_spec(spec)
+        self._byte_level, self.strip_prefix_space = decoder_kind(spec["decoder"])
+        self._tokens: list[str | None] = _token_table(spec["model"]["vocab"])
+        self.vocab_size = len(self._tokens)
+        self.added: Mapping[str, int] = {token.content: token.token_id for token in self._added}
+        self.special_ids = frozenset(token.token_id for token in self._added if token.special)
+        self.control = tuple(token for token in self._added if token.is_control)
+        self.control_ids = frozenset(token.token_id for token in self.control)
+        self.special_tokens: Mapping[str, str] = {
+            f"{name}_token": text for name, i in special.items() if (text := self.id_to_token(i)) is not None
+        }
+        self.bos_token_id = special.get("bos")
+        self.eos_token_ids = tuple(eos_token_ids)
+        unknown = spec["model"].get("unk_token")
+        self._never_plain = self.control_ids - {spec["model"]["vocab"].get(unknown)}
+        self._full = _build(spec)
+        for token_id in _ids(self._full, "", add_special=True):
+            if not 0 <= token_id < self.vocab_size:  # a post-processor writes whatever ids it likes
+                raise ModelFileError(f"tokenizer.json: post_processor adds {token_id}, vocabulary of {self.vocab_size}")
+        self._pre_tokenizer: Any = spec["pre_tokenizer"]
+        self._is_exact = spec["normalizer"] is None or not any(token.normalized for token in self.control)
+        self._plain: dict[bool, tokenizers.Tokenizer] = {}
+        self._bytes: list[bytes | None] = [None] * self.vocab_size
+
+    @classmethod
+    def from_json(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> Tokenizer:
+        """From tokenizer.json and tokenizer_config.json ({} where there is none)."""
+        spec = parse(tokenizer_json)
+        vocab = checked_vocab(spec)
+        add_from_config(spec, config)
+        ids = dict(vocab) | {t["content"]: t["id"] for t in spec["added_tokens"] if isinstance(t.get("content"), str)}
+        named = {}
+        for name in ("bos", "eos", "unk", "pad"):
+            value = config.get(f"{name}_token")
+            content = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(content, str) and isinstance(ids.get(content), int):
+                named[name] = ids[content]
+        if spec.get("post_processor") is None and config.get("add_bos_token") is True and "bos" in named:
+            spec["post_processor"] = leading_bos(named["bos"])
+        return cls(spec, named, (named["eos"],) if "eos" in named else ())
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From the tokenizer.ggml.* keys of a GGUF file."""
+        vocab = gguf_vocab(metadata)
+        return cls(vocab.spec, vocab.named, vocab.eos_ids)
+
+    def encode(self, text: str, *, add_special: bool = True, max_chars: int | None = None) -> list[int]:
+        """Token ids of a text in which control strings count as control tokens.
+
+        add_special puts BOS and EOS around it where the model wants them. max_chars refuses a long text before the
+        work is done.
+        """
+        check_text(text, max_chars=max_chars)
+        return _ids(self._full, text, add_special=add_special)
+
+    def encode_plain(self, text: str, *, at_start: bool = True, max_chars: int | None = None) -> list[int]:
+        """Token ids of a text in which control strings are letters like any others: no control id comes out.
+
+        Except the unknown token, for a character the vocabulary cannot write. at_start says that the text begins the
+        whole prompt: some models write a space there.
+        """
+        check_text(text, max_chars=max_chars)
+        ids = _ids(self._plain_tokenizer(at_start), text, add_special=False)
+        if self._never_plain.isdisjoint(ids):
+            return ids
+        # A vocabulary may reach a control token by its merges or by a whole word: spell those byte by byte.
+        spelled: list[int] = []
+        for token_id in ids:
+            spelled += self._spell(token_id) if token_id in self._never_plain else [token_id]
+        return spelled
+
+    def encode_marked(self, text: str, marker: str) -> list[int]:
+        """Token ids of a text in which `marker`, standing inside a control string, says that it is only text.
+
+        Everything between two real control tokens is encoded as one piece without its markers, so the ids are those
+        the text would have if the strings were not control strings.
+        """
+        check_text(text)
+        if marker not in text and self._is_exact:
+            return _ids(self._full, text, add_special=False)
+        with _guarded(InvalidRequest, "text cannot be encoded"):
+            encoding = self._full.encode(text, add_special_tokens=False)
+            found = list(zip(encoding.ids, encoding.offsets, strict=True))
+        ids: list[int] = []
+        pending: list[int] = []
+        start, is_clean = 0, True
+        for token_id, (begin, end) in found:
+            if token_id not in self.control_ids:
+                pending.append(token_id)
+            elif text[begin:end].strip() != (self._tokens[token_id] or "").strip():
+                is_clean = False  # the normaliser made a control string out of something else
+            else:
+                ids += self._piece(text[start:begin], marker, start == 0, pending if is_clean else None)
+                ids.append(token_id)
+                start, is_clean, pending = end, True, []
+        return ids + self._piece(text[start:], marker, start == 0, pending if is_clean else None)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of a whole answer. Bytes that are no UTF-8 become U+FFFD; ids without a token are nothing.
+
+        A model that writes a space before its first word (strip_prefix_space) gets it taken away, as in the decoders
+        of its own tokenizer.json.
+        """
+        text = b"".join(
+            b"" if skip_special and token_id in self.special_ids else self.token_bytes(token_id) for token_id in ids
+        ).decode("utf-8", "replace")
+        return text[1:] if self.strip_prefix_space and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exactly the bytes a token stands for; a special token's are its name. b"" for an id without a token."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        known = self._bytes[token_id]
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it."""
+        return self._tokens[token_id] if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        with _guarded(InvalidRequest, "token"):
+            found: int | None = self._full.token_to_id(token)
+            return found
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._tokens[token_id]
+        if token is None:
+            return b""
+        if self.added.get(token) != token_id:
+            return self._model_bytes(token)
+        return (token if self._byte_level or token_id in self.special_ids else token.replace(SPACE, " ")).encode()
+
+    def _model_bytes(self, token: str) -> bytes:
+        if self._byte_level:
+            known = [_ALPHABET.get(char) for char in token]
+            return bytes(b for b in known if b is not None) if None not in known else token.encode()
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes((int(token[3:5], 16),))
+        return token.replace(SPACE, " ").encode()
+
+    def _spell(self, token_id: int) -> list[int]:
+        """The text of a token, one byte a token."""
+        letters = {byte: char for char, byte in _ALPHABET.items()}
+        ids = []
+        for byte in self._model_bytes(self._tokens[token_id] or ""):
+            name = letters[byte] if self._byte_level else f"<0x{byte:02X}>"
+            found = self.token_to_id(name)
+            if found is None and not self._byte_level and byte < 0x80:
+                found = self.token_to_id(chr(byte).replace(" ", SPACE))
+            if found is None or found in self.control_ids:
+                raise InvalidRequest(f"text contains {self._tokens[token_id]!r}, which this model cannot read as text")
+            ids.append(found)
+        return ids
+
+    def _piece(self, text: str, marker: str, at_start: bool, known: list[int] | None) -> list[int]:
+        if known is not None and marker not in text:
+            return known
+        return self.encode_plain(text.replace(marker, ""), at_start=at_start)
+
+    def _plain_tokenizer(self, at_start: bool) -> tokenizers.Tokenizer:
+        """The same vocabulary without its control tokens; it shares the model, so it costs next to nothing."""
+        import tokenizers
+
+        if at_start not in self._plain:
+            plain = tokenizers.Tokenizer(self._full.model)
+            if self._full.normalizer is not None:
+                plain.normalizer = self._full.normalizer
+            if self._pre_tokenizer is not None:
+                inside = _never_prepended(self._pre_tokenizer)
+                plain.pre_tokenizer = self._full.pre_tokenizer if at_start else _build_pre_tokenizer(inside)
+            plain.add_tokens(
+                [
+                    tokenizers.AddedToken(token.content, normalized=token.normalized, special=False)
+                    for token in self._added
+                    if not token.is_control and not token.special
+                ]
+            )
+            self._plain[at_start] = plain
+        return self._plain[at_start]
+
+
+def check_text(text: str, *, max_chars: int | None = None, name: str = "text") -> None:
+    """Refuses what no tokenizer can take, before any work. Raises InvalidRequest."""
+    if max_chars is not None and len(text) > max_chars:
+        raise InvalidRequest(f"{name} has {len(text)} characters, more than the {max_chars} that can fit the context")
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise InvalidRequest(f"{name} has a lone surrogate U+{code:04X} at character {error.start}") from None
+
+
+@contextmanager
+def _guarded(error: type[QuireError], what: str) -> Iterator[None]:
+    """The library raises bare Exceptions and, where it panics, a BaseException of its own."""
+    try:
+        yield
+    except (QuireError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as cause:
+        raise error(f"{what}: {str(cause)[:200]}") from None
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    with _guarded(InvalidRequest, "text cannot be encoded"):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+
+def _token_table(vocab: Mapping[str, int]) -> list[str | None]:
+    table: list[str | None] = [None] * (max(vocab.values()) + 1)
+    for token, token_id in vocab.items():
+        table[token_id] = token
+    return table
+
+
+def _build(spec: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    with _guarded(ModelFileError, "the tokenizer cannot be built"):
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def _build_pre_tokenizer(description: object) -> Any:
+    """The library builds parts only inside a whole."""
+    return _build({**_EMPTY, "pre_tokenizer": description}).pre_tokenizer
+
+
+_EMPTY: Mapping[str, Any] = {
+    "version": "1.0",
+    **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}
+
+
+def _never_prepended(part: Any) -> Any:
+    """A pre-tokenizer for text inside a prompt: one that writes a space at the very start must not."""
+    if isinstance(part, dict):
+        changed = {key: _never_prepended(value) for key, value in part.items()}
+        return changed | ({"prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else {})
+    return [_never_prepended(item) for item in part] if isinstance(part, list) else part

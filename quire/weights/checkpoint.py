@@ -1,0 +1,66 @@
+"""What a checkpoint is to a backend, whatever its format: named tensors, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from quire.weights.spec import GenerationDefaults, ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class TensorType(StrEnum):
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
+    Q8_0 = "Q8_0"
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
+
+
+class TensorInfo(NamedTuple):
+    name: str  # as Hugging Face names it: model.layers.0.self_attn.q_proj.weight
+    type: TensorType
+    shape: tuple[int, ...]  # rows first
+    num_bytes: int  # in the file
+
+
+class RawTensor(NamedTuple):
+    """A tensor as it lies in the file, rows in the order Hugging Face has them."""
+
+    info: TensorInfo
+    data: NDArray[np.uint8]  # [rows, bytes a row] or [bytes]; read-only, mapped from the file where possible
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Where the words come from: the text layer builds a tokenizer from these plain values."""
+
+    tokenizer_json: bytes | None  # tokenizer.json, or
+    gguf: Mapping[str, Any] | None  # the tokenizer.ggml.* keys of a GGUF file
+    config: Mapping[str, Any]  # tokenizer_config.json, or {}
+    chat_template: str | None
+
+
+class Checkpoint(Protocol):
+    path: Path
+    spec: ModelSpec
+    generation: GenerationDefaults
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> RawTensor: ...
+
+    def tokenizer_files(self) -> TokenizerFiles: ...
+
+    def close(self) -> None: ...

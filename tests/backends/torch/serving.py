@@ -1,0 +1,96 @@
+"""Drives an engine over the torch runner, with full logprobs as the result: the whole distribution of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.backends.base import Capacity
+from quire.core.check import check_scheduler
+from quire.core.request import SamplingParams
+from quire.core.step import StepPlan, TokenLogprobs
+from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.engine import Engine, EngineOutput
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)  # the distribution each token was taken from
+    prompt_rows: dict[int, Tensor] = field(default_factory=dict)  # by position of the token it is about
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class Bench:
+    """An engine that counts what its plans do."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.config = EngineConfig(**{"num_blocks": 64, "max_seqs": 8, "num_threads": 2, **settings})
+        self.engine = make_engine(path, self.config)
+        self.vocab_size = self.engine.capacity.vocab_size
+        self.num_copies = 0
+        self.num_computed = 0
+        self.engine.on_plan = self._count
+        self._num_requests = 0
+
+    def reset(self, *, overlap: bool = False, **settings: Any) -> None:
+        """A new scheduler and an empty cache over the same weights."""
+        runner = self.engine.runner
+        engine = Engine(runner, make_scheduler(runner, replace(self.config, **settings)), on_plan=self._count)
+        capacity: Capacity = replace(engine.capacity, has_overlap=overlap)
+        engine.capacity = capacity
+        self.engine = engine
+        self.num_copies = self.num_computed = 0
+
+    def start(self, prompt: Sequence[int], num_tokens: int, parent: int | None = None, **sampling: Any) -> int:
+        self._num_requests += 1
+        params = {"temperature": 0.0, "max_tokens": num_tokens, "logprobs": self.vocab_size, **sampling}
+        self.engine.add(self._num_requests, list(prompt), SamplingParams(**params), parent_id=parent)
+        return self._num_requests
+
+    def run(self, *request_ids: int, is_checked: bool = True) -> dict[int, Answer]:
+        answers = {request_id: Answer() for request_id in request_ids}
+        num_steps = 0
+        while self.engine.has_work:
+            for output in self.engine.step():
+                self._take(answers[output.request_id], output)
+            if is_checked:
+                check_scheduler(self.engine.scheduler)
+            num_steps += 1
+            assert num_steps < 5_000
+        return answers
+
+    def answer(self, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Answer:
+        request_id = self.start(prompt, num_tokens, **sampling)
+        return self.run(request_id)[request_id]
+
+    def _count(self, plan: StepPlan) -> None:
+        self.num_copies += len(plan.copies)
+        self.num_computed += plan.num_tokens
+
+    def _take(self, answer: Answer, output: EngineOutput) -> None:
+        answer.tokens += output.tokens
+        answer.num_cached_tokens = output.num_cached_tokens
+        answer.error = output.error
+        answer.rows += [self._dense(entry) for entry in output.logprobs]
+        if output.prompt_logprobs is not None:
+            for position, entry in enumerate(output.prompt_logprobs.entries, output.prompt_logprobs.start):
+                answer.prompt_rows[position] = self._dense(entry)
+
+    def _dense(self, entry: TokenLogprobs) -> Tensor:
+        row = torch.full((self.vocab_size,), float("nan"))
+        for token, logprob in entry.top:
+            row[token] = logprob
+        return row
+
+
+def same_rows(answer: Answer, expected: Tensor, num_prompt: int) -> float:
+    """The largest difference between an answer's distributions and [positions, V] of the whole sequence."""
+    rows = torch.stack(answer.rows)
+    return float((rows - expected[num_prompt - 1 : num_prompt - 1 + len(rows)]).abs().max())

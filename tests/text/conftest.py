@@ -1,0 +1,70 @@
+"""Small vocabularies of every kind, and the default model's real one where it is at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.text.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
+
+
+@pytest.fixture(scope="session")
+def json_tokenizer() -> Tokenizer:
+    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}
+    return Tokenizer.from_json(json.dumps(byte_level_json()).encode(), config)
+
+
+@pytest.fixture(scope="session")
+def gguf_tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(byte_level_gguf())
+
+
+@pytest.fixture(scope="session")
+def spm_tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(sentencepiece_gguf())
+
+
+def _default_model() -> Path | None:
+    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if given := os.environ.get("QUIRE_TEST_MODEL"):
+        return Path(given)
+    cache = Path(os.environ.get("QUIRE_CACHE", Path.home() / ".cache" / "quire")) / "models"
+    return next(cache.rglob(name), None) if cache.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def default_gguf_path() -> Path:
+    path = _default_model()
+    if path is None or not path.is_file():
+        pytest.skip("the default model is not here: quire pull, or QUIRE_TEST_MODEL=/path/to.gguf")
+    return path
+
+
+@pytest.fixture(scope="session")
+def default_gguf(default_gguf_path: Path) -> dict[str, Any]:
+    """The tokenizer.* metadata of the default model."""
+    gguf = pytest.importorskip("gguf")
+    fields = gguf.GGUFReader(default_gguf_path).fields
+    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+
+
+@pytest.fixture(scope="session")
+def their_tokenizer(default_gguf_path: Path) -> Any:
+    """The default model's tokenizer as transformers reads it from the GGUF."""
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    cuts = pytest.importorskip("tokenizers").pre_tokenizers
+    theirs = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
+    # Its reader of GGUF forgets that this model writes every digit by itself.
+    theirs.backend_tokenizer.pre_tokenizer = cuts.Sequence([cuts.Digits(True), cuts.ByteLevel(add_prefix_space=False)])
+    return theirs
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_gguf: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(default_gguf)

@@ -1,0 +1,222 @@
+"""The template's process: renders like transformers, and can do no harm however hostile the template is."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.errors import TemplateError
+from quire.text.rendering import Renderer, TemplateRefusal
+
+GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+
+HOSTILE = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that write": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "a giant constant": "{{ 'a' * 1000000000 }}",
+    "a giant product": "{{ messages[0].content * 1000000000 }}",
+    "a giant filter": "{{ 'a' | center(1000000000) }}",
+    "a giant format": "{{ '%1000000000d' % 1 }}",
+    "doubling": "{% set ns = namespace(s='aaaa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "a giant power": "{{ 9 ** 99999999 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "deep blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "a giant range": "{% for i in range(10**12) %}{% endfor %}",
+    "a giant list": "{{ (range(99999) | list) * 100000 }}",
+    "too much text": "{% for i in range(9999) %}{% for j in range(9999) %}xxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "an escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['json'] }}",
+    "a shell": "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "an import": "{% import 'os' as os %}",
+    "an include": "{% include '/etc/passwd' %}",
+    "changing the messages": "{{ messages.append(1) }}",
+    "bad syntax": "{% for %}",
+    "no such thing": "{{ nothing.at.all }}",
+    "half a character": "{{ '\\ud800' }}",
+}
+
+
+@pytest.fixture
+def good() -> Iterator[Renderer]:
+    renderer = Renderer(GOOD)
+    yield renderer
+    renderer.close()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_in_an_error(name: str) -> None:
+    renderer = Renderer(HOSTILE[name])
+    started = time.monotonic()
+    with pytest.raises(TemplateError):
+        renderer.check(HELLO)
+    assert time.monotonic() - started < 6  # a fresh process and 1 s, or 3 s of computing where compiling does it
+    renderer.close()
+
+
+def test_the_renderer_lives_on_after_a_hostile_render() -> None:
+    source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    source += "{% endfor %}{% elif messages[0].content == 'fill' %}{{ 'a' * 999999999 }}{% else %}fine{% endif %}"
+    renderer = Renderer(source)
+    for content, message in (("loop", "did not finish within 1 s"), ("fill", "memory")):
+        started = time.monotonic()
+        with pytest.raises(TemplateError, match=message):
+            renderer.render({"messages": [{"role": "user", "content": content}]})
+        assert time.monotonic() - started < 3
+        assert renderer.render(HELLO) == "fine"
+    renderer.close()
+
+
+def test_a_killed_child_is_replaced(good: Renderer) -> None:
+    assert good.render(HELLO) == "<user>hi"
+    assert good._child is not None
+    good._child._process.kill()
+    good._child._process.wait()
+    assert good.render(HELLO) == "<user>hi"
+
+
+def test_a_failed_render_costs_no_process() -> None:
+    renderer = Renderer("{{ messages[0].content.nothing.at_all if messages[0].content == 'bad' else 'fine' }}")
+    renderer.warm_up()
+    child = renderer._child
+    with pytest.raises(TemplateError, match="failed: UndefinedError"):
+        renderer.render({"messages": [{"role": "user", "content": "bad"}]})
+    assert renderer.render(HELLO) == "fine"
+    assert renderer._child is child
+    renderer.close()
+
+
+def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    good.warm_up()
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.text.rendering._parsed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            good.render({"messages": [{"role": "user", "content": "another's secret"}]})
+    assert good.render(HELLO) == "<user>hi"
+
+
+def test_the_child_dies_with_its_parent() -> None:
+    code = (
+        "import os; from quire.text.rendering import Renderer; r = Renderer('x'); r.warm_up();"
+        "print(r._child._process.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for _ in range(100):
+        if not _is_running(int(done.stdout)):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the template's process outlived its parent")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_forgotten_renderer_leaves_no_process() -> None:
+    renderer = Renderer(GOOD)
+    renderer.warm_up()
+    assert renderer._child is not None
+    process = renderer._child._process
+    del renderer
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_closed_means_closed(good: Renderer) -> None:
+    good.warm_up()
+    good.close()
+    good.close()
+    with pytest.raises(TemplateError, match="closed"):
+        good.render(HELLO)
+
+
+def test_threads_take_turns(good: Renderer) -> None:
+    texts: list[str] = []
+
+    def work(number: int) -> None:
+        conversation = {"messages": [{"role": "user", "content": str(number)}]}
+        texts.extend(good.render(conversation) for _ in range(10))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == sorted(f"<user>{number}" for number in range(8) for _ in range(10))
+
+
+def test_long_conversations_pass_the_pipe(good: Renderer) -> None:
+    text = 'ä🎉\n"' * 200_000
+    assert good.render({"messages": [{"role": "user", "content": text}]}) == "<user>" + text
+
+
+def test_too_long_an_answer_is_refused(good: Renderer) -> None:
+    with pytest.raises(TemplateError, match="longer than 4194304 characters"):
+        good.render({"messages": [{"role": "user", "content": "x" * 4_200_000}]})
+    assert good.render(HELLO) == "<user>hi"
+
+
+def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
+    renderer = Renderer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TemplateRefusal, match=r"^roles must alternate$"):
+        renderer.render(HELLO)
+    assert renderer.check(HELLO) == ""  # it works, it only does not like the trial
+    renderer.close()
+
+
+def test_what_the_template_mentions(good: Renderer) -> None:
+    assert good.variables == {"messages"}
+
+
+def test_no_secrets_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    renderer = Renderer(GOOD)
+    renderer.warm_up()
+    assert renderer._child is not None
+    if os.path.exists("/proc/self/environ"):
+        with open(f"/proc/{renderer._child._process.pid}/environ", "rb") as file:
+            assert b"hf_secret" not in file.read()
+    renderer.close()
+
+
+def test_a_working_directory_cannot_smuggle_modules_in(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jinja2.py").write_text("raise SystemExit('smuggled')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    renderer = Renderer(GOOD)
+    assert renderer.render(HELLO) == "<user>hi"
+    renderer.close()
+
+
+FEATURES = {
+    "{{ {'a': 'é<&>', 'b': [1, 2]} | tojson }}": '{"a": "é<&>", "b": [1, 2]}',
+    "{{ [1] | tojson(indent=2) }}": "[\n  1\n]",
+    "{% for i in [1, 2, 3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}": "13",
+    "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "1",
+    "a\n  {% if true %}\nb\n  {% endif %}\nc": "a\nb\nc",
+    "{% generation %}said{% endgeneration %}!": "said!",
+    "{{ strftime_now('%Y') | length }}": "4",
+    "{% set ns = namespace(x=1) %}{% for i in [1] %}{% set ns.x = 5 %}{% endfor %}{{ ns.x }}": "5",
+    "{{ messages[0]['content'] | trim | upper }}{{ missing is defined }}": "HIFalse",
+    "{{ dict(a=1).a }}{{ 'x,y'.split(',')[1] }}": "1y",
+}
+
+
+@pytest.mark.parametrize("source", FEATURES)
+def test_what_templates_use(source: str) -> None:
+    renderer = Renderer(source)
+    assert renderer.render(HELLO) == FEATURES[source]
+    renderer.close()

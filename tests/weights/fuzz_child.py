@@ -1,0 +1,177 @@
+"""Opens broken model files in a process of its own, with little memory and little time: `python -m ... SEED COUNT`.
+
+Each mutant must load or be refused with `ModelFileError`. Anything else ends this process with a traceback that names
+the target and the seed, which is all one needs to make that mutant again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.errors import ModelFileError
+from quire.weights.names import check_tensors
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from tests.weights.makers import config, tiny_gguf, write_folder
+
+MEMORY_BYTES = 4 << 30
+SECONDS = 2.0
+
+
+class Target(NamedTuple):
+    name: str
+    make: Callable[[random.Random, Path], Path]  # writes a mutant into an empty folder, returns what is to be opened
+    open: Callable[[Path], None]
+
+
+# Mutations
+
+NUMBERS = (0, 1, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 64, 1 << 20, 1 << 40, 10**400, 0.0, 0.5, -0.5, 1e-320, 1e308, "", "x", "..",
+    "\ud800", "/etc/passwd", "linear", "model.safetensors", [], [[]], [1, 2], ["x"], {}, {"x": 1},
+    {"rope_type": "yarn", "factor": 1e-9},
+)  # fmt: skip
+
+
+def mutate_bytes(rng: random.Random, data: bytes, reach: int) -> bytes:
+    """A few edits, most of them within the first `reach` bytes, where the lengths are."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        end = min(len(out), reach if rng.random() < 0.8 else len(out))
+        at = rng.randrange(max(1, end))
+        kind = rng.randrange(7)
+        if kind == 0:
+            out[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            out[at : at + 1] = bytes([(out[at] if at < len(out) else 0) ^ 1 << rng.randrange(8)])
+        elif kind == 2:
+            del out[at:]
+        elif kind == 3:
+            out[at : at + 8] = struct.pack("<Q", rng.choice(NUMBERS))
+        elif kind == 4:
+            out[at : at + 4] = struct.pack("<I", rng.choice(NUMBERS) & 0xFFFFFFFF)
+        elif kind == 5:
+            source = rng.randrange(max(1, end))
+            out[at : at + 16] = out[source : source + 16]
+        else:
+            del out[at : at + rng.randrange(1, 40)]
+    return bytes(out)
+
+
+def mutate_value(rng: random.Random, value: Any) -> Any:
+    """Replace something somewhere inside."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {one: value[one] for one in value if one != key}
+        return {**value, key: mutate_value(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutate_value(rng, value[at]), *value[at + 1 :]]
+    return rng.choice(VALUES)
+
+
+def mutate_json(rng: random.Random, path: Path) -> None:
+    if rng.random() < 0.3:
+        path.write_bytes(mutate_bytes(rng, path.read_bytes(), 1 << 20))
+    else:
+        path.write_text(json.dumps(mutate_value(rng, json.loads(path.read_bytes()))))
+
+
+# Targets
+
+ROPES = (
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    {"rope_type": "linear", "factor": 2.0},
+)
+GGUF = tiny_gguf(llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
+
+
+def make_gguf_mutant(rng: random.Random, folder: Path) -> Path:
+    path = folder / "mutant.gguf"
+    path.write_bytes(mutate_bytes(rng, GGUF, 3000))
+    return path
+
+
+def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
+    settings = config(rope_scaling=rng.choice(ROPES))
+    write_folder(folder, settings, num_shards=rng.choice((1, 2)))
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 3]}')
+    files = sorted(folder.iterdir())
+    path = rng.choice(files)
+    if path.suffix == ".json":
+        mutate_json(rng, path)
+    else:
+        path.write_bytes(mutate_bytes(rng, path.read_bytes(), 2000))
+    return folder
+
+
+def open_and_read_all(path: Path) -> None:
+    """All that a loader would do before the first token."""
+    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint.tokenizer_files()
+        checkpoint.spec.rope.inverse_frequencies(checkpoint.spec.max_context)
+        check_tensors(checkpoint)
+        for name in checkpoint.tensors:
+            to_float32(checkpoint.read(name))
+    finally:
+        checkpoint.close()
+
+
+# The text layer adds its tokenizer files here.
+TARGETS: list[Target] = [
+    Target("gguf", make_gguf_mutant, open_and_read_all),
+    Target("safetensors", make_folder_mutant, open_and_read_all),
+]
+
+
+def _too_slow(_signal: int, _frame: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def run_one(target: Target, seed: int, folder: Path) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    path = target.make(random.Random(f"{target.name} {seed}"), folder)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        target.open(path)
+    except ModelFileError as error:
+        str(error).encode()  # it can be printed
+        return "refused"
+    except BaseException:
+        print(f"{target.name}: seed {seed}", file=sys.stderr)
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return "loads"
+
+
+def main(first_seed: int, count: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, _too_slow)
+    import gguf  # noqa: F401  # so that no mutant pays for the import
+
+    with tempfile.TemporaryDirectory() as name:
+        for target in TARGETS:
+            outcomes = Counter(run_one(target, first_seed + i, Path(name) / "mutant") for i in range(count))
+            print(json.dumps({"target": target.name, **outcomes}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,203 @@
+"""Tiny models on disk, made by hand: so small that two thousand of them can be broken and opened in a minute."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 64, 2
+
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # GGUF's numbers
+
+
+class Tensor(NamedTuple):
+    dims: tuple[int, ...]  # as GGUF has them: columns first
+    kind: int
+    data: bytes
+    offset: int | None = None  # None: the next that is free
+
+
+# GGUF
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def encoded(value: Any) -> bytes:
+    """A value with its type before it; bytes are taken as they are."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, bool):
+        return struct.pack("<IB", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    head = struct.pack("<I", 9)
+    if value and isinstance(value[0], str):
+        return head + struct.pack("<IQ", 8, len(value)) + b"".join(text(one) for one in value)
+    if value and isinstance(value[0], bool):
+        return head + struct.pack(f"<IQ{len(value)}B", 7, len(value), *value)
+    return head + struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
+
+
+def make_gguf(
+    keys: Sequence[tuple[str | bytes, Any]], tensors: Sequence[tuple[str | bytes, Tensor]], alignment: int = 32
+) -> bytes:
+    """A file as llama.cpp would write it, or, with the arguments to match, one it never would."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    head += b"".join(text(key) + encoded(value) for key, value in keys)
+    body = b""
+    for name, one in tensors:
+        offset = len(body) if one.offset is None else one.offset
+        head += text(name) + struct.pack(f"<I{len(one.dims)}QIQ", len(one.dims), *one.dims, one.kind, offset)
+        body += one.data + b"\0" * (-len(one.data) % alignment)
+    return head + b"\0" * (-len(head) % alignment) + body
+
+
+def llama_keys(**changes: Any) -> list[tuple[str | bytes, Any]]:
+    keys = {
+        "general.architecture": "llama",
+        "llama.block_count": LAYERS,
+        "llama.context_length": 256,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": FFN,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCAB)],
+        "tokenizer.ggml.token_type": [1] * VOCAB,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    return [(key, value) for key, value in keys.items() if value is not None]
+
+
+def weights(rng: np.random.Generator, *dims: int, kind: int = F32) -> Tensor:
+    """Random numbers in a type that needs no quantiser: scales of 1/64 before random codes."""
+    count = int(np.prod(dims))
+    if kind in (F32, F16):
+        data = (rng.standard_normal(count) / 8).astype("<f4" if kind == F32 else "<f2").tobytes()
+        return Tensor(dims, kind, data)
+    code_bytes = 16 if kind == Q4_0 else 32
+    scale = struct.pack("<e", 1 / 64)
+    codes = rng.integers(0, 256, (count // 32, code_bytes), np.uint8)
+    return Tensor(dims, kind, b"".join(scale + row.tobytes() for row in codes))
+
+
+def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """By GGUF name; rows of queries and keys are whatever they are."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        "token_embd.weight": weights(rng, HIDDEN, VOCAB, kind=Q8_0),
+        "output_norm.weight": weights(rng, HIDDEN),
+    }
+    for i in range(LAYERS):
+        layer = {
+            "attn_norm": weights(rng, HIDDEN),
+            "attn_q": weights(rng, HIDDEN, HEADS * HEAD, kind=Q4_0),
+            "attn_k": weights(rng, HIDDEN, KV_HEADS * HEAD, kind=Q4_0),
+            "attn_v": weights(rng, HIDDEN, KV_HEADS * HEAD, kind=F16),
+            "attn_output": weights(rng, HEADS * HEAD, HIDDEN, kind=Q4_0),
+            "ffn_norm": weights(rng, HIDDEN),
+            "ffn_gate": weights(rng, HIDDEN, FFN, kind=Q4_0),
+            "ffn_up": weights(rng, HIDDEN, FFN, kind=Q4_0),
+            "ffn_down": weights(rng, FFN, HIDDEN, kind=Q8_0),
+        }
+        tensors |= {f"blk.{i}.{name}.weight": one for name, one in layer.items()}
+    return tensors
+
+
+def tiny_gguf(**changes: Any) -> bytes:
+    return make_gguf(llama_keys(**changes), list(llama_tensors().items()))
+
+
+# A folder of safetensors
+
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+}
+
+
+def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **SIZES, "torch_dtype": "float32", **changes}
+
+
+def llama_arrays(seed: int = 0) -> dict[str, NDArray[np.float32]]:
+    """By Hugging Face's names, written out: the table under test is not asked."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        shapes |= {
+            f"model.layers.{i}.input_layernorm.weight": (HIDDEN,),
+            f"model.layers.{i}.post_attention_layernorm.weight": (HIDDEN,),
+            f"model.layers.{i}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+            f"model.layers.{i}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"model.layers.{i}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"model.layers.{i}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+            f"model.layers.{i}.mlp.gate_proj.weight": (FFN, HIDDEN),
+            f"model.layers.{i}.mlp.up_proj.weight": (FFN, HIDDEN),
+            f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, FFN),
+        }
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
+    """Written by hand as well, so that bfloat16 and nonsense can be."""
+    header, body = {}, b""
+    for name, array in arrays.items():
+        data = array.tobytes()
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + body
+
+
+def write_folder(
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    dtype: str = "F32",
+    num_shards: int = 1,
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    arrays = llama_arrays() if arrays is None else arrays
+    (folder / "config.json").write_text(json.dumps(config() if settings is None else settings))
+    if num_shards == 1:
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(arrays, dtype))
+        return folder
+    weight_map: dict[str, str] = {}
+    for i in range(num_shards):
+        name = f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
+        part = {key: array for n, (key, array) in enumerate(arrays.items()) if n % num_shards == i}
+        (folder / name).write_bytes(safetensors_bytes(part, dtype))
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder

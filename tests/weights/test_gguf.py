@@ -1,0 +1,347 @@
+"""GGUF: what a sound file gives, and how forged ones are refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.errors import ModelFileError, UnsupportedModel
+from quire.weights.gguf import GgufCheckpoint
+from quire.weights.names import check_tensors, from_gguf
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from tests.weights.makers import (
+    F32,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    Q4_0,
+    Q8_0,
+    VOCAB,
+    Tensor,
+    encoded,
+    llama_keys,
+    llama_tensors,
+    make_gguf,
+    text,
+    tiny_gguf,
+)
+
+
+def opened(tmp_path: Path, data: bytes) -> GgufCheckpoint:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(data)
+    return GgufCheckpoint(path)
+
+
+def test_facts_tensors_and_words_of_a_sound_file(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, tiny_gguf())
+    check_tensors(checkpoint)
+    spec = checkpoint.spec
+    assert (spec.family, spec.num_layers, spec.head_size, spec.vocab_size) == ("llama", LAYERS, HEAD, VOCAB)
+    assert (spec.is_tied, spec.quantization, spec.eos_token_ids) == (True, "Q4_0", (2,))
+    files = checkpoint.tokenizer_files()
+    assert files.gguf is not None
+    assert files.gguf["tokenizer.ggml.tokens"][3] == "t3"
+    assert files.chat_template == "{{ messages }}"
+    assert all(np.isfinite(to_float32(checkpoint.read(name))).all() for name in checkpoint.tensors)
+    checkpoint.close()
+
+
+def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, tiny_gguf())
+    raw = checkpoint.read("model.embed_tokens.weight")
+    assert raw.data.shape == (VOCAB, HIDDEN // 32 * 34)
+    assert not raw.data.flags.writeable
+    checkpoint.close()
+    assert raw.data.sum() > 0  # still mapped: it is in use
+    del raw
+    checkpoint.close()
+    with pytest.raises(ModelFileError, match="is closed"):
+        checkpoint.read("model.norm.weight")
+
+
+def test_facts_and_words_import_neither_numpy_nor_gguf(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(tiny_gguf())
+    code = (
+        "import sys; from pathlib import Path; from quire.weights.opening import open_checkpoint;"
+        "one = open_checkpoint(Path(sys.argv[1])); one.tokenizer_files();"
+        "sys.exit(bool({'numpy', 'gguf', 'safetensors', 'huggingface_hub', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny.gguf")], check=False).returncode == 0
+
+
+def test_query_and_key_rows_come_back_as_hugging_face_has_them(tmp_path: Path) -> None:
+    rows = np.arange(HEADS * HEAD)
+    # The converter's own words: view as halves, swap, flatten.
+    permuted = rows.reshape(HEADS, 2, HEAD // 2).swapaxes(1, 2).reshape(-1)
+    data = np.repeat(permuted.astype("<f4"), HIDDEN).tobytes()
+    tensors = llama_tensors()
+    tensors["blk.0.attn_q.weight"] = Tensor((HIDDEN, HEADS * HEAD), F32, data)
+    checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
+    query = to_float32(checkpoint.read("model.layers.0.self_attn.q_proj.weight"))
+    assert query[:, 0].tolist() == rows.tolist()
+    assert query[:, -1].tolist() == rows.tolist()
+
+
+def test_a_quantised_row_is_moved_whole(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    checkpoint = opened(tmp_path, make_gguf(llama_keys(), list(tensors.items())))
+    raw = checkpoint.read("model.layers.0.self_attn.k_proj.weight").data
+    stored = np.frombuffer(tensors["blk.0.attn_k.weight"].data, np.uint8).reshape(raw.shape)
+    assert (raw[1] == stored[2]).all()
+    assert (raw[HEAD // 2] == stored[1]).all()
+    assert (raw[HEAD] == stored[HEAD]).all()
+
+
+def test_only_llama_files_are_permuted(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    for i in range(LAYERS):
+        for one, size in (("q", HEADS * HEAD), ("k", 2 * HEAD), ("v", 2 * HEAD)):
+            tensors[f"blk.{i}.attn_{one}.bias"] = Tensor((size,), F32, np.zeros(size, "<f4").tobytes())
+    keys = [(str(key).replace("llama", "qwen2"), value) for key, value in llama_keys()]
+    keys[0] = ("general.architecture", "qwen2")
+    checkpoint = opened(tmp_path, make_gguf(keys, list(tensors.items())))
+    check_tensors(checkpoint)
+    raw = checkpoint.read("model.layers.0.self_attn.q_proj.weight").data
+    assert raw.tobytes() == tensors["blk.0.attn_q.weight"].data
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "expected"),
+    [
+        ("llama", "token_embd.weight", "model.embed_tokens.weight"),
+        ("llama", "output_norm.weight", "model.norm.weight"),
+        ("llama", "output.weight", "lm_head.weight"),
+        ("llama", "blk.11.attn_norm.weight", "model.layers.11.input_layernorm.weight"),
+        ("llama", "blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
+        ("qwen2", "blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+        ("gemma3", "blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"),
+        ("gemma3", "blk.0.post_attention_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
+        ("gemma3", "blk.0.ffn_norm.weight", "model.layers.0.pre_feedforward_layernorm.weight"),
+        ("gemma3", "blk.0.post_ffw_norm.weight", "model.layers.0.post_feedforward_layernorm.weight"),
+        ("phi3", "blk.3.attn_qkv.weight", "model.layers.3.self_attn.qkv_proj.weight"),
+        ("phi3", "blk.3.ffn_up.weight", "model.layers.3.mlp.gate_up_proj.weight"),
+        ("llama", "blk.3.ffn_up.weight", "model.layers.3.mlp.up_proj.weight"),
+        ("llama", "blk.03.ffn_up.weight", "blk.03.ffn_up.weight"),
+        ("llama", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inp.weight"),
+        ("llama", "nonsense", "nonsense"),
+    ],
+)
+def test_names(family: str, name: str, expected: str) -> None:
+    assert from_gguf(name, family) == expected
+
+
+def test_a_split_model_is_one_model(tmp_path: Path) -> None:
+    tensors = list(llama_tensors().items())
+    split = {"split__count": 2, "split__tensors__count": len(tensors)}
+    first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
+    first.write_bytes(make_gguf(llama_keys(**split, split__no=0), tensors[:7]))
+    second.write_bytes(make_gguf([("split.no", 1), ("split.count", 2)], tensors[7:]))
+    check_tensors(open_checkpoint(first))
+    check_tensors(open_checkpoint(tmp_path))
+    with pytest.raises(ModelFileError, match="later part"):
+        GgufCheckpoint(second)
+    second.write_bytes(make_gguf([("split.no", 1)], tensors[8:]))
+    with pytest.raises(ModelFileError, match=r"split\.tensors\.count is 20, and there are 19"):
+        GgufCheckpoint(first)
+    second.unlink()
+    with pytest.raises(ModelFileError, match="m-00002-of-00002"):
+        GgufCheckpoint(first)
+
+
+# Forgeries
+
+KEYS, TENSORS = llama_keys(), list(llama_tensors().items())
+
+
+def with_key(name: str | bytes, value: Any) -> bytes:
+    return make_gguf([*KEYS, (name, value)], TENSORS)
+
+
+def with_tensor(name: str | bytes, one: Tensor) -> bytes:
+    return make_gguf(KEYS, [*TENSORS, (name, one)])
+
+
+def patched(at: int, data: bytes) -> bytes:
+    whole = tiny_gguf()
+    return whole[:at] + data + whole[at + len(data) :]
+
+
+def array(kind: int, length: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IIQ", 9, kind, length) + data
+
+
+ZEROS, ROPE = bytes(256), "rope_freqs.weight"
+HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "is empty"),
+    "three bytes": (lambda: b"GGU", "magic needs 4 bytes"),
+    "other magic": (lambda: patched(0, b"GGML"), "magic is b'GGML'"),
+    "version 1": (lambda: patched(4, struct.pack("<I", 1)), "version is 1"),
+    "big-endian": (lambda: patched(4, struct.pack(">I", 3)), "big-endian"),
+    "2^40 tensors": (lambda: patched(8, struct.pack("<Q", 1 << 40)), "tensor count is 1099511627776"),
+    "2^63 keys": (lambda: patched(16, struct.pack("<Q", 1 << 63)), "key count is 9223372036854775808"),
+    "more keys than are there": (lambda: patched(16, struct.pack("<Q", 4000)), "the file ends before|is |UTF-8|twice"),
+    "only a header": (lambda: tiny_gguf()[:24], "the file ends before"),
+    "cut in the keys": (lambda: tiny_gguf()[:300], "the file ends before"),
+    "cut in the weights": (lambda: tiny_gguf()[:-500], "the file ends at"),
+    "key of 2^62 bytes": (lambda: patched(24, struct.pack("<Q", 1 << 62)), "length of key 0 is 4611686018427387904"),
+    "key of 15 MiB": (lambda: patched(24, struct.pack("<Q", 15 << 20)), "key 0 needs 15728640 bytes"),
+    "key not UTF-8": (lambda: with_key(b"\xff\xfe", 1), "is not UTF-8"),
+    "key twice": (lambda: with_key("llama.block_count", 2), "'llama.block_count' is there twice"),
+    "unknown value type": (lambda: with_key("x", struct.pack("<I", 77)), "type of 'x' is 77"),
+    "bool of 2": (lambda: with_key("x", struct.pack("<IB", 7, 2)), "'x' is 2: not true or false"),
+    "string value not UTF-8": (lambda: with_key("x", struct.pack("<I", 8) + text(b"\xc0")), "'x' is not UTF-8"),
+    "array of 2^40": (lambda: with_key("x", array(5, 1 << 40)), "length of 'x' is 1099511627776"),
+    "array longer than the file": (lambda: with_key("x", array(5, 4_000_000)), "'x' needs 16000000 bytes"),
+    "strings longer than the file": (lambda: with_key("x", array(8, 4_000_000)), "'x' has 4000000 strings"),
+    "string in an array too long": (lambda: with_key("x", array(8, 1, struct.pack("<Q", 1 << 50))), r"'x'\[0\] is"),
+    "string in an array not UTF-8": (lambda: with_key("x", array(8, 2, text("a") + text(b"\x80"))), r"'x'\[1\] is not"),
+    "array in an array": (lambda: with_key("x", array(9, 1, array(5, 0))), "arrays in arrays"),
+    "array of type 99": (lambda: with_key("x", array(99, 1)), "element type of 'x' is 99"),
+    "alignment 0": (lambda: with_key("general.alignment", 0), r"general\.alignment is 0"),
+    "alignment 24": (lambda: with_key("general.alignment", 24), r"general\.alignment is 24"),
+    "alignment 2^31": (lambda: with_key("general.alignment", 1 << 31), r"general\.alignment is 2147483648"),
+    "alignment a string": (lambda: with_key("general.alignment", "32"), r"general\.alignment is '32'"),
+    "alignment true": (lambda: with_key("general.alignment", True), r"general\.alignment is True"),
+    "five dimensions": (lambda: with_tensor("x", Tensor((1,) * 5, F32, ZEROS)), "dimensions of tensor 'x' is 5"),
+    "no dimensions": (lambda: with_tensor("x", Tensor((), F32, ZEROS)), "dimensions of tensor 'x' is 0"),
+    "dimension 0": (lambda: with_tensor("x", Tensor((0,), F32, b"")), "dimension 0 of tensor 'x' is 0"),
+    "dimension 2^63": (lambda: with_tensor("x", Tensor((1 << 63,), F32, b"")), "is 9223372036854775808"),
+    "product beyond 64 bits": (lambda: with_tensor("x", Tensor((1 << 33, 1 << 33), F32, b"")), "is not in a file of"),
+    "product that wraps to 0": (lambda: with_tensor("x", Tensor((1 << 32, 1 << 32), F32, b"")), "is not in a file of"),
+    "half a block": (lambda: with_tensor("x", Tensor((48, 2), Q4_0, ZEROS)), "is 48: not a multiple of Q4_0's 32"),
+    "type of no number": (lambda: with_tensor("x", Tensor((32,), 999, ZEROS)), "tensor 'x' has type 999"),
+    "type we do not read": (lambda: with_tensor("x", Tensor((256,), 10, ZEROS)), "tensor 'x' has type Q2_K"),
+    "offset beyond the file": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 1 << 40)), "is not in a file of"),
+    "offset 2^64 - 32": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 2**64 - 32)), "is not in a file of"),
+    "offset not aligned": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 8)), "is 8: not a multiple of 32"),
+    "overlap": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 32)), "overlaps 'token_embd.weight'"),
+    "last one ends outside": (lambda: with_tensor("x", Tensor((1024,), F32, ZEROS)), "the file ends at"),
+    "tensor twice": (lambda: with_tensor("output_norm.weight", Tensor((8,), F32, ZEROS)), "is there twice"),
+    "tensor name not UTF-8": (lambda: with_tensor(b"\xff", Tensor((8,), F32, ZEROS)), "name of tensor 20 is not UTF-8"),
+    "no architecture": (lambda: tiny_gguf(general__architecture=None), r"general\.architecture is missing"),
+    "other architecture": (lambda: tiny_gguf(general__architecture="mamba"), "'mamba' is not supported; these run"),
+    "no layers": (lambda: tiny_gguf(llama__block_count=0), r"llama\.block_count is 0"),
+    "too many layers": (lambda: tiny_gguf(llama__block_count=1025), r"llama\.block_count is 1025"),
+    "layers a string": (lambda: tiny_gguf(llama__block_count="2"), r"llama\.block_count is '2'"),
+    "heads by layer": (lambda: tiny_gguf(llama__attention__head_count=[4, 4]), r"head_count is \[4, 4\]"),
+    "heads that do not divide": (lambda: tiny_gguf(llama__attention__head_count_kv=3), "does not divide"),
+    "odd head": (lambda: tiny_gguf(llama__attention__key_length=15), "not an even size"),
+    "eps NaN": (lambda: tiny_gguf(llama__attention__layer_norm_rms_epsilon=float("nan")), "rms_epsilon is nan"),
+    "theta infinite": (lambda: tiny_gguf(llama__rope__freq_base=float("inf")), r"rope\.freq_base is inf"),
+    "eos beyond the vocabulary": (lambda: tiny_gguf(tokenizer__ggml__eos_token_id=64), "eos_token_id is 64"),
+    "experts": (lambda: tiny_gguf(llama__expert_count=8), r"expert_count is 8"),
+    "unknown scaling": (lambda: tiny_gguf(llama__rope__scaling__type="ntk"), "rope scaling 'ntk' is not supported"),
+    "a template that is none": (lambda: tiny_gguf(tokenizer__chat_template=7), "chat_template is 7"),
+    "split without a name for it": (lambda: tiny_gguf(split__count=3), r"split\.count is 3"),
+    "rope table of the wrong size": (lambda: with_tensor(ROPE, Tensor((4,), F32, ZEROS)), r"not F32 \(8,\)"),
+    "rope table of zeros": (lambda: with_tensor(ROPE, Tensor((8,), F32, bytes(32))), r"rope_freqs.weight\[0\]"),
+    "no embedding": (lambda: make_gguf(KEYS, TENSORS[1:]), "token_embd.weight is missing"),
+    "a norm missing": (lambda: make_gguf(KEYS, [TENSORS[0], *TENSORS[2:]]), "missing: model.norm.weight"),
+    "a tensor left over": (lambda: with_tensor("blk.9.attn_q.weight", Tensor((8,), F32, ZEROS)), "unexpected: 'model"),
+}  # fmt: skip
+
+
+def open_all(path: Path) -> None:
+    checkpoint = GgufCheckpoint(path)
+    checkpoint.tokenizer_files()
+    check_tensors(checkpoint)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_forged_files_are_refused_by_name_and_value(case: str, tmp_path: Path) -> None:
+    make, said = HOSTILE[case]
+    path = tmp_path / "forged.gguf"
+    path.write_bytes(make())
+    with pytest.raises(ModelFileError, match=said) as refused:
+        open_all(path)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, tiny_gguf(llama__feed_forward_length=100))
+    with pytest.raises(ModelFileError, match=r"wrong shape: model\.layers\.0\.mlp\.gate_proj.* and 1 more"):
+        check_tensors(checkpoint)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        GgufCheckpoint(tmp_path)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFileError, match="not a plain one"):
+        open_checkpoint(tmp_path / "pipe.gguf")
+
+
+# Facts other families have
+
+
+def test_llama3_factors_come_from_the_file(tmp_path: Path) -> None:
+    factors = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
+    table = Tensor((HEAD // 2,), F32, struct.pack("<8f", *factors))
+    assert list(opened(tmp_path, with_tensor("rope_freqs.weight", table)).spec.rope.factors) == factors
+
+
+def test_yarn_and_linear_scaling_of_a_gguf(tmp_path: Path) -> None:
+    yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    rope = opened(tmp_path, tiny_gguf(**yarn, llama__rope__scaling__original_context_length=64)).spec.rope
+    assert rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert rope.factors[-1] == pytest.approx(4)
+    linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 2.0}
+    assert opened(tmp_path, tiny_gguf(**linear)).spec.rope.factors == (2.0,) * 8
+
+
+def family_keys(family: str, **changes: Any) -> list[tuple[str | bytes, Any]]:
+    keys = [(str(key).replace("llama.", f"{family}."), value) for key, value in llama_keys()]
+    keys = [(key, family if key == "general.architecture" else value) for key, value in keys]
+    return [*keys, *((f"{family}.{key.replace('__', '.')}", value) for key, value in changes.items())]
+
+
+def test_gemma3_facts_of_a_gguf(tmp_path: Path) -> None:
+    keys = family_keys("gemma3", attention__sliding_window=32, attention__key_length=32, attention__value_length=32)
+    keys = [(key, 7 if key == "gemma3.block_count" else value) for key, value in keys]
+    spec = opened(tmp_path, make_gguf(keys, TENSORS)).spec
+    assert spec.windows == (32, 32, 32, 32, 32, 0, 32)
+    assert (spec.norm_offset, spec.embedding_scale, spec.attention_scale) == (0.0, 8.0, 32**-0.5)
+    assert spec.local_rope is not None
+    assert (spec.local_rope.theta, spec.has_qk_norm, spec.has_post_norms) == (10000.0, True, True)
+
+
+def test_phi3_facts_of_a_gguf(tmp_path: Path) -> None:
+    keys = family_keys("phi3", rope__dimension_count=12, rope__scaling__original_context_length=64)
+    keys.append(("phi3.rope.scaling.attn_factor", 1.25))
+    short, long = (Tensor((6,), F32, struct.pack("<6f", *[value] * 6)) for value in (1.5, 3.0))
+    tables = [("rope_factors_short.weight", short), ("rope_factors_long.weight", long)]
+    spec = opened(tmp_path, make_gguf(keys, [*TENSORS, *tables])).spec
+    assert spec.is_fused
+    assert (spec.rope.factors, spec.rope.long_factors) == ((1.5,) * 6, (3.0,) * 6)
+    assert (spec.rope.attention_factor, spec.rope.original_context, spec.rope.rotary_size) == (1.25, 64, 12)
+
+
+def test_all_ways_to_end_are_known(tmp_path: Path) -> None:
+    ends = {"tokenizer__ggml__eot_token_id": 5, "tokenizer__ggml__eom_token_id": 2}
+    assert opened(tmp_path, tiny_gguf(**ends)).spec.eos_token_ids == (2, 5)
+
+
+def test_sampling_advice_of_a_gguf(tmp_path: Path) -> None:
+    keys = [*KEYS, ("general.sampling.temp", encoded(0.5)), ("general.sampling.top_k", 20)]
+    generation = opened(tmp_path, make_gguf(keys, TENSORS)).generation
+    assert (generation.temperature, generation.top_k, generation.top_p) == (0.5, 20, None)
+
+
+def test_unsupported_is_told_from_damaged(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel):
+        opened(tmp_path, tiny_gguf(general__architecture="mamba"))
+    assert not issubclass(ModelFileError, UnsupportedModel)
+    assert Q8_0 == 8  # GGUF's numbers are part of the format
