@@ -1,3 +1,32 @@
 """quire: serve language models to many people at once, from code one can read."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.engine.outputs import GenerationOutput
+    from quire.engine.params import GenerationParams
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "GenerationOutput", "GenerationParams", "__version__"]
+
+# Fetched when first asked for: `import quire` and `quire --help` load no engine.
+_PUBLIC = {
+    "LLM": "quire.engine.llm",
+    "GenerationOutput": "quire.engine.outputs",
+    "GenerationParams": "quire.engine.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -8,17 +8,24 @@ from typing import Annotated
 import typer
 
 from quire import __version__
+from quire.cli.chat import chat
+from quire.cli.doctor import doctor
+from quire.cli.generate import generate
+from quire.cli.models import models
+from quire.cli.pull import pull
 from quire.cli.sim import sim
 from quire.errors import QuireError
 
 app = typer.Typer(
-    help="Serve language models to many people at once. Today: the scheduler and its simulator; the server is next.",
+    help="Run language models, from code one can read. Today: answers on the command line and from Python, and the"
+    " scheduler with its simulator; the server is next.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help and plain errors, which name the value that was typed
 )
-app.command(name="sim")(sim)
+for command in (generate, chat, pull, models, doctor, sim):
+    app.command(name=command.__name__)(command)
 
 
 def _show_version(is_asked: bool) -> None:

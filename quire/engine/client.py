@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -42,6 +42,7 @@ from quire.engine.wire import (
 )
 from quire.errors import InvalidRequest, QuireError, RequestFailed, WorkerDied
 
+LOAD_LIMIT_S = 180.0  # of silence while loading: libraries from a cold disk, then the largest tensor
 MAX_BACKOFF_S = 30.0
 QueryMaker = Callable[[int], Explain | GetStats]
 
@@ -59,7 +60,7 @@ class Generation:
         self._error: QuireError | None = None
         self._news = asyncio.Event()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         try:
             while True:
                 while self._deltas:
@@ -127,12 +128,12 @@ class EngineClient:
                 return
             await self._back_off()
             self._ready = asyncio.get_running_loop().create_future()
-            worker = WorkerProcess(self._on_message, self._on_end, hang_limit_s=self._hang_limit_s)
+            worker = WorkerProcess(self._on_message, self._on_end)
             self._worker = worker
             worker.send(Load(str(self._path), self._config))
-            worker.expect_news(True)
+            worker.expect_news(LOAD_LIMIT_S)
             await self._ready
-            worker.expect_news(bool(self._alive))
+            worker.expect_news(None)
 
     async def submit(self, request: GenerationRequest) -> Generation:
         """Hand a request to the worker, starting one if there is none."""
@@ -146,7 +147,7 @@ class EngineClient:
             sampling = replace(request.sampling, sample_index=index)
             parent_id = None if index == 0 else generation.request_ids[0]
             self._worker.send(Add(request_id, request.prompt, sampling, request.priority, request.salt, parent_id))
-        self._worker.expect_news(True)
+        self._watch()
         return generation
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
@@ -201,6 +202,7 @@ class EngineClient:
             case Explained(query_id=query_id) | Stats(query_id=query_id):
                 if (query := self._queries.pop(query_id, None)) is not None and not query.done():
                     query.set_result(message)
+                self._watch()
             case Failed(kind=kind, message=text):
                 self._fail_all(_error(kind, text))
             case Working():
@@ -258,9 +260,14 @@ class EngineClient:
 
     def _forget(self, request_id: int) -> bool:
         was_alive = self._alive.pop(request_id, None) is not None
-        if not self._alive and self._worker is not None:
-            self._worker.expect_news(bool(self._queries))
+        if was_alive:
+            self._watch()
         return was_alive
+
+    def _watch(self) -> None:
+        """Silence is only suspicious while something is asked for."""
+        if self._worker is not None:
+            self._worker.expect_news(self._hang_limit_s if self._alive or self._queries else None)
 
     async def _ask(self, make: QueryMaker) -> FromWorker:
         await self.start()
@@ -269,6 +276,7 @@ class EngineClient:
         answer: asyncio.Future[FromWorker] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
         self._worker.send(make(query_id))
+        self._watch()
         return await answer
 
     async def _back_off(self) -> None:

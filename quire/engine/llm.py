@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -74,7 +74,7 @@ class LLM:
         ]
         return self._run(requests, on_output)
 
-    def stream(self, request: GenerationRequest) -> Iterator[Delta]:
+    def stream(self, request: GenerationRequest) -> Generator[Delta, None, None]:
         """One request, delta by delta. Stopping early cancels it."""
         run = _Run(self, [request])
         try:

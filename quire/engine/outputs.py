@@ -50,6 +50,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     stop: str | None  # the stop string that ended it
+    error: str | None = None  # why it failed, where the reason is ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +147,14 @@ class Answers:
         sample.token_ids += token_ids
         sample.logprobs += logprobs
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
-        return Delta(index, text, tuple(token_ids), logprobs, reason, stop)
+        return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
 
     def fail(self, index: int, error: str) -> Delta:
         """End a sample that cannot go on: its engine died, or its own text could not be made."""
         sample = self._samples[index]
         if sample.finish_reason is None:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
-        return Delta(index, "", (), (), sample.finish_reason, None)
+        return Delta(index, "", (), (), sample.finish_reason, None, sample.error)
 
     def result(self) -> GenerationOutput:
         """The whole answer. Raises RequestFailed if any sample failed."""

@@ -28,14 +28,12 @@ class WorkerProcess:
         self,
         on_message: Callable[[FromWorker], None],
         on_end: Callable[[str], None],
-        *,
-        hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
         """Starts the process. `on_end` is called once, with what happened, unless it was closed on purpose."""
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_end = on_end
-        self._hang_limit_s = hang_limit_s
+        self._limit_s = HANG_LIMIT_S
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "quire.engine.worker", str(theirs.fileno())]
@@ -68,14 +66,14 @@ class WorkerProcess:
         if self._writer.has_unsent:
             self._loop.add_writer(self._socket, self._flush)
 
-    def expect_news(self, is_expected: bool) -> None:
-        """While news is expected, silence beyond the limit means that it hangs. Otherwise no timer runs."""
-        if not is_expected:
-            if self._watch is not None:
-                self._watch.cancel()
-                self._watch = None
-        elif self._watch is None and not self._is_over:
-            self._deadline_s = self._loop.time() + self._hang_limit_s
+    def expect_news(self, limit_s: float | None) -> None:
+        """From now on silence beyond the limit means that it hangs. None: nothing is expected, and no timer runs."""
+        if self._watch is not None and limit_s != self._limit_s:
+            self._watch.cancel()
+            self._watch = None
+        if limit_s is not None and self._watch is None and not self._is_over:
+            self._limit_s = limit_s
+            self._deadline_s = self._loop.time() + limit_s
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
     async def close(self) -> None:
@@ -103,7 +101,7 @@ class WorkerProcess:
             self._end(f"sent what is not a message: {error}")
             return
         for message in messages:
-            limit_s = self._hang_limit_s
+            limit_s = self._limit_s
             if isinstance(message, Working):
                 limit_s = max(limit_s, message.limit_s)
             self._deadline_s = self._loop.time() + limit_s
@@ -126,7 +124,7 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes where it hangs to stderr
-        self._end(f"gave no sign of life for {self._hang_limit_s:g} s and was ended", grace_s=1.0)
+        self._end(f"gave no sign of life for {self._limit_s:g} s and was ended", grace_s=1.0)
 
     def _end(self, reason: str, grace_s: float = EXIT_LIMIT_S) -> None:
         if not self._is_over:
@@ -146,7 +144,7 @@ class WorkerProcess:
 
     def _detach(self) -> None:
         self._is_over = True
-        self.expect_news(False)
+        self.expect_news(None)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()

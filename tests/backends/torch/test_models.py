@@ -1,4 +1,4 @@
-"""Every family's distributions equal those of `transformers`: prefill and decode, chunked, shared, forked, preempted."""
+"""Every family gives the distributions `transformers` gives: prefill, decode, chunked, shared, forked, preempted."""
 
 from __future__ import annotations
 

@@ -1,0 +1,399 @@
+"""`quire chat`: a conversation at the terminal, or line by line from a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import loading
+from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.engine.outputs import Delta
+    from quire.engine.params import GenerationParams
+
+MAX_FILE_BYTES = 64 << 20
+PROMPT, CONTINUED = "> ", "... "
+DEFAULT_WORDS = ("default", "none")
+
+# What /set can change, and how its value is read.
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+    "max_tokens": int,
+    "stop": str,
+}
+
+
+def chat(
+    model: loading.ModelOption = None,
+    system: loading.SystemOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    temperature: loading.TemperatureOption = None,
+    top_k: loading.TopKOption = None,
+    top_p: loading.TopPOption = None,
+    min_p: loading.MinPOption = None,
+    repetition_penalty: loading.RepetitionOption = None,
+    presence_penalty: loading.PresenceOption = 0.0,
+    frequency_penalty: loading.FrequencyOption = 0.0,
+    seed: loading.SeedOption = None,
+    stop: loading.StopOption = None,
+    dtype: loading.DtypeOption = "auto",
+    device: loading.DeviceOption = "auto",
+    threads: loading.ThreadsOption = None,
+    max_context: loading.ContextOption = None,
+    kv_memory: loading.MemoryOption = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists what else can be typed."""
+    from quire.engine.params import GenerationParams
+
+    with loading.options_named():
+        params = GenerationParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop or (),
+        )
+    settings = loading.engine_settings(dtype, device, threads, max_context, kv_memory)
+    with loading.open_llm(model, settings) as llm:
+        if not llm.text.template.exists:
+            raise TemplateError(f"{llm.text.name} has no chat template: quire generate --raw continues a prompt")
+        Repl(llm, params, system).run()
+
+
+class Repl:
+    """The loop, the conversation so far and how to answer it. An error in a turn is told, and the next turn comes."""
+
+    def __init__(self, llm: LLM, params: GenerationParams, system: str | None = None) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system or None
+        self.messages: list[dict[str, str]] = []  # the system's is kept apart, so that it can be changed
+        self._speech = loading.Speech()
+        self._files: set[Path] = set()  # saved or loaded here: these may be overwritten
+        self._last: _Turn | None = None
+        self._is_over = False
+
+    def run(self) -> None:
+        if sys.stdin.isatty():
+            with suppress(ImportError):  # not on every system
+                import readline  # noqa: F401  # gives `input` its editing and its history
+            typer.echo(f"{self.llm.text.name}, {self.llm.max_context} tokens of context. /help for help.", err=True)
+        for text in read_messages():
+            self._obey(text)
+            if self._is_over:
+                return
+
+    def _obey(self, text: str) -> None:
+        try:
+            if text.startswith("/"):
+                self._command(text)
+            elif text.strip():
+                self._take_turn(text.strip())
+        except BrokenPipeError:
+            raise
+        except ContextTooLong as error:
+            _complain(f"{_bare(error)}. /reset forgets the conversation, /save FILE keeps it")
+        except QuireError as error:
+            _complain(_bare(error))
+        except OSError as error:
+            _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+    # Answering
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return head + self.messages
+
+    def _take_turn(self, text: str) -> None:
+        """A turn that fails, or was stopped before a word came, leaves no trace: roles keep alternating."""
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            answer = self._answer()
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()
+
+    def _answer(self) -> str:
+        from quire.engine.llm import as_chat
+
+        prompt = self.llm.text.encode_chat(as_chat(self.conversation), self.llm.max_context)
+        request = self.llm.text.request(prompt, self.params)
+        num_hits_before = self.llm.cache_stats().num_hit_tokens
+        turn = _Turn(len(prompt))
+        pieces: list[str] = []
+        last: Delta | None = None
+        try:
+            with _ctrl_c_as_event() as is_stopped:
+                for last in self.llm.stream(request):
+                    turn.pace.count(len(last.token_ids))
+                    pieces.append(last.text)
+                    self._speech.say(last.text)
+                    if is_stopped.is_set():
+                        break
+        finally:
+            self._speech.end_line()
+        turn.num_cached_tokens = self.llm.cache_stats().num_hit_tokens - num_hits_before
+        self._last = turn
+        if last is not None:
+            self._tell_end(last, turn)
+        return "".join(pieces)
+
+    def _tell_end(self, last: Delta, turn: _Turn) -> None:
+        from quire.core.request import FinishReason
+
+        if last.finish_reason is FinishReason.ERROR:
+            raise RequestFailed(f"the answer failed: {last.error}")
+        if last.finish_reason is None:
+            _complain("stopped")
+        elif last.finish_reason is FinishReason.LENGTH and turn.pace.num_tokens == self.params.max_tokens:
+            _complain(f"stopped at max_tokens = {self.params.max_tokens}; /set max_tokens N changes it")
+        elif last.finish_reason is FinishReason.LENGTH:
+            _complain(f"stopped: the context of {self.llm.max_context} tokens is full. /reset forgets the conversation")
+
+    # Commands
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        if name not in COMMANDS:
+            raise InvalidRequest(f"{name} is no command; /help lists them. A message may begin with a space, then a /")
+        COMMANDS[name].run(self, rest.strip())
+
+    def help(self, _rest: str) -> None:
+        for command in dict.fromkeys(COMMANDS.values()):
+            self._speech.say(f"{command.usage:18}{command.what}\n")
+        self._speech.say("A line that ends with \\ goes on in the next one. Ctrl-C stops an answer, Ctrl-D leaves.\n")
+
+    def reset(self, _rest: str) -> None:
+        self.messages = []
+
+    def set_system(self, rest: str) -> None:
+        self.system = rest or None
+
+    def save(self, rest: str) -> None:
+        path = _path("/save", rest)
+        if path.exists() and path.resolve() not in self._files:
+            raise InvalidRequest(f"{path} exists already and is not of this conversation: choose another name")
+        if path.suffix == ".jsonl":
+            text = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.conversation)
+        else:
+            text = json.dumps(self.conversation, ensure_ascii=False, indent=2) + "\n"
+        path.write_text(text, encoding="utf-8")
+        self._files.add(path.resolve())
+        _complain(f"wrote {len(self.conversation)} messages to {path}")
+
+    def load(self, rest: str) -> None:
+        path = _path("/load", rest)
+        messages = read_conversation(path)
+        self.system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
+        self.messages = messages
+        self._files.add(path.resolve())
+        _complain(f"read {len(self.conversation)} messages from {path}")
+
+    def stats(self, _rest: str) -> None:
+        if self._last is None:
+            self._speech.say("last answer: none yet\n")
+        else:
+            self._speech.say(f"last answer: {self._last}\n")
+        cache = self.llm.cache_stats()
+        num_turns = sum(message["role"] == "user" for message in self.messages)
+        self._speech.say(f"conversation: {num_turns} turns, {self.llm.max_context} tokens of context\n")
+        self._speech.say(
+            f"cache: {cache.num_cached} of {cache.num_blocks} blocks hold earlier text, {cache.num_evictions} evicted;"
+            f" {cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens found ({cache.hit_rate:.0%})\n"
+        )
+
+    def set_param(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if not name:
+            for known in SETTINGS:
+                self._speech.say(f"{known:20}{_shown(getattr(self.params, known))}\n")
+            return
+        if name not in SETTINGS:
+            raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
+        self.params = replace(self.params, **{name: _parsed(name, value.strip())})
+
+    def leave(self, _rest: str) -> None:
+        self._is_over = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    usage: str
+    what: str
+    run: Callable[[Repl, str], None]
+
+
+COMMANDS: dict[str, _Command] = {
+    command.usage.split()[0]: command
+    for command in (
+        _Command("/help", "this list", Repl.help),
+        _Command("/reset", "forget the conversation", Repl.reset),
+        _Command("/system TEXT", "instructions to the model; without TEXT, none", Repl.set_system),
+        _Command("/set NAME VALUE", "change sampling; /set alone shows what can be set", Repl.set_param),
+        _Command("/save FILE", "write the conversation as JSON, or as JSON lines to a .jsonl file", Repl.save),
+        _Command("/load FILE", "go on with a saved conversation", Repl.load),
+        _Command("/stats", "speed of the last answer, and what the cache spared", Repl.stats),
+        _Command("/exit", "leave; so do Ctrl-D and Ctrl-C at the prompt", Repl.leave),
+    )
+}
+COMMANDS["/quit"] = COMMANDS["/exit"]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The bill of one answer."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    pace: loading.Pace = field(default_factory=loading.Pace)
+
+    def __str__(self) -> str:
+        first = "" if self.pace.ttft_ms is None else f", the first after {self.pace.ttft_ms:.0f} ms"
+        return f"{self.pace}{first}; {self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens cached"
+
+
+# What is typed
+
+
+def read_messages() -> Iterator[str]:
+    """Lines, and those joined by a backslash at their ends. Ctrl-C while waiting for one is the end, like Ctrl-D."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    lines: list[str] = []
+    while True:
+        try:
+            line = _read_line(CONTINUED if lines else PROMPT)
+        except KeyboardInterrupt:
+            line, lines = None, []
+        if line is None:
+            if sys.stdin.isatty():
+                typer.echo("", err=True)  # the shell's prompt belongs on a line of its own
+            if lines:
+                yield "\n".join(lines)
+            return
+        is_continued = line.endswith("\\")
+        lines.append(line[:-1] if is_continued else line)
+        if not is_continued:
+            yield "\n".join(lines)
+            lines = []
+
+
+def _read_line(prompt: str) -> str | None:
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+    if sys.stdin.isatty():
+        typer.echo(prompt, nl=False, err=True)  # stdout is for the answers
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None
+
+
+@contextmanager
+def _ctrl_c_as_event() -> Iterator[threading.Event]:
+    """The engine must not be interrupted in the middle of a step: it is asked after each. The second Ctrl-C is real."""
+    pressed = threading.Event()
+
+    def press(_signal: int, _frame: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def read_conversation(path: Path) -> list[dict[str, str]]:
+    """Messages from a file: a JSON list, an object that has them as `messages`, or one message a line."""
+    from quire.engine.llm import as_chat
+
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise InvalidRequest(f"{path} has {path.stat().st_size} bytes, more than {MAX_FILE_BYTES}")
+    found = _read_json(path)
+    if isinstance(found, Mapping) and "messages" in found:
+        found = found["messages"]
+    if not isinstance(found, list) or not all(isinstance(message, Mapping) for message in found):
+        raise InvalidRequest(f"{path}: is not a list of messages, each an object with role and content")
+    try:
+        as_chat(found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error}") from None
+    return [{str(key): value for key, value in message.items() if value is not None} for message in found]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".jsonl":
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except RecursionError:
+        raise InvalidRequest(f"{path}: is nested too deeply") from None
+    except ValueError as error:  # of the decoder, or of JSON
+        raise InvalidRequest(f"{path}: is not JSON{' lines' if path.suffix == '.jsonl' else ''}: {error}") from None
+
+
+def _path(command: str, given: str) -> Path:
+    if not given:
+        raise InvalidRequest(f"{command} needs the name of a file")
+    return Path(os.path.expanduser(given))
+
+
+def _parsed(name: str, value: str) -> Any:
+    from quire.engine.params import GenerationParams
+
+    if not value:
+        raise InvalidRequest(f"/set {name}: needs a value, or {DEFAULT_WORDS[0]}")
+    if value.lower() in DEFAULT_WORDS:
+        return next(known.default for known in fields(GenerationParams) if known.name == name)
+    try:
+        return SETTINGS[name](value)
+    except ValueError:
+        kind = "a whole number" if SETTINGS[name] is int else "a number"
+        raise InvalidRequest(f"{name} = {value!r} is not {kind}") from None
+
+
+def _shown(value: object) -> str:
+    return "default" if value is None or value == () else str(value)
+
+
+def _bare(error: QuireError) -> str:
+    return str(error).removeprefix("prompts[0]: ")
+
+
+def _complain(text: str) -> None:
+    """To the person, beside the conversation: stderr."""
+    typer.echo(f"[{text}]", err=True)

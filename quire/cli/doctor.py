@@ -1,0 +1,280 @@
+"""`quire doctor`: what this machine has, what runs on it, and how to get what is missing.
+
+People paste this into issues: no secrets, no user names, and `~` for home.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire import __version__
+from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
+
+# What a package is for, and whether nothing can be generated without it.
+PACKAGES: dict[str, tuple[str, bool]] = {
+    "torch": ("computes the model", True),
+    "numpy": ("reads the weights", True),
+    "tokenizers": ("turns text into tokens", True),
+    "jinja2": ("renders chat templates", True),
+    "gguf": ("reads GGUF files, as the default model is", False),
+    "safetensors": ("reads folders of safetensors", False),
+    "msgspec": ("speaks to the process that runs a model", False),
+    "huggingface-hub": ("fetches models of the hub", False),
+}
+EXTRAS = {"huggingface-hub": "hub"}  # the others come with quire[torch]
+VARIABLES = ("QUIRE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+SECRETS = ("HF_TOKEN",)  # only whether they are set
+FEATURES = ("asimddp", "i8mm", "bf16", "sve", "sve2", "avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
+CPUINFO = Path("/proc/cpuinfo")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+LITTLE_DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    what: str
+    how: str  # a command that mends it
+    is_essential: bool
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+    """Say what this machine has, what runs on it and how to get what is missing. Exit code 1: nothing can run."""
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for line in _lines(report):
+            typer.echo(line)
+    if not report["can_generate"]:
+        raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Everything, as plain values that are safe to show to anyone."""
+    torch = _torch()
+    packages = {name: _version(name) for name in PACKAGES}
+    models = [_model(model, packages) for model in local_models()]
+    disk = _disk()
+    problems = [*_package_problems(packages, torch), *_gpu_problems(torch), *_model_problems(models, disk)]
+    report = {
+        "quire": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "hardware": _hardware(torch),
+        "packages": packages,
+        "backends": _backends(torch),
+        "models": models,
+        "cache": disk,
+        "environment": _environment(),
+        "problems": [{"what": one.what, "how": one.how, "is_essential": one.is_essential} for one in problems],
+        "can_generate": not any(one.is_essential for one in problems),
+    }
+    shown: dict[str, Any] = _anonymous(report)
+    return shown
+
+
+# Looking
+
+
+def _torch() -> dict[str, Any]:
+    """What PyTorch says of itself. A broken one is as good as none, and says why."""
+    try:
+        import torch
+    except Exception as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        return {"works": False, "problem": "" if is_absent else f"{type(error).__name__}: {error}", "gpus": []}
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            gpus.append({"name": facts.name, "memory_bytes": facts.total_memory, "sm": f"{facts.major}{facts.minor}"})
+    return {
+        "works": True,
+        "problem": "",
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware(torch: dict[str, Any]) -> dict[str, Any]:
+    from quire.backends.memory import available_bytes
+
+    cpu, features = _cpu()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "features": features,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "available_bytes": available_bytes(),
+        "gpus": torch["gpus"],
+    }
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """Its name, and those of its features that fast kernels use."""
+    try:
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine(), []
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip().lower(), value.strip())
+    part = facts.get("cpu part", "")
+    name = facts.get("model name") or ARM_PARTS.get(part) or (f"ARM part {part}" if part else platform.machine())
+    has = set((facts.get("features") or facts.get("flags") or "").split())
+    return name, [feature for feature in FEATURES if feature in has]
+
+
+def _backends(torch: dict[str, Any]) -> list[dict[str, Any]]:
+    cpu_kernels = f"plain PyTorch, {torch['cpu_kernels']}" if torch["works"] else ""
+    has_gpu = bool(torch["gpus"])
+    return [
+        {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
+        {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": "plain PyTorch" if has_gpu else ""},
+        {"name": "native", "runs": False, "dtype": "", "kernels": "", "remark": "not yet"},
+    ]
+
+
+def _model(model: LocalModel, packages: dict[str, str | None]) -> dict[str, Any]:
+    has_reader = packages[model.format] is not None  # formats and the packages that read them share their names
+    problem = model.problem or ("" if has_reader else f"{model.format} is not installed")
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
+        "type": model.quantization,
+        "architecture": model.architecture,
+        "opens": not problem,
+        "problem": problem,
+    }
+
+
+def _disk() -> dict[str, Any]:
+    folder = cache_dir()
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
+    return {"path": str(folder), "exists": folder.is_dir(), "free_bytes": shutil.disk_usage(existing).free}
+
+
+def _environment() -> dict[str, str | None]:
+    shown = {name: os.environ.get(name) for name in VARIABLES}
+    return shown | {name: "set, not shown" if os.environ.get(name) else None for name in SECRETS}
+
+
+# Judging
+
+
+def _package_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
+    for name, (purpose, is_essential) in PACKAGES.items():
+        if packages[name] is None:
+            how = f"pip install 'quire[{EXTRAS.get(name, 'torch')}]'"
+            yield Problem(f"{name} is not installed: it {purpose}", how, is_essential)
+    if packages["torch"] is not None and not torch["works"]:
+        how = "pip install --force-reinstall torch"
+        yield Problem(f"torch is installed and cannot be imported: {torch['problem'][:300]}", how, True)
+
+
+def _gpu_problems(torch: dict[str, Any]) -> Iterator[Problem]:
+    if not torch["works"] or torch["gpus"] or not NVIDIA_DRIVER.exists():
+        return
+    if torch["cuda"] is None:
+        how = "pip install --force-reinstall torch   # the one of pypi.org has CUDA on Linux"
+        yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
+    else:
+        how = "nvidia-smi   # says what is wrong with the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
+        yield Problem(f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it", how, False)
+
+
+def _model_problems(models: list[dict[str, Any]], disk: dict[str, Any]) -> Iterator[Problem]:
+    works = any(model["opens"] for model in models)
+    if not works:
+        yield Problem("no model that can be opened is on this machine", f"quire pull {DEFAULT_MODEL}", True)
+    for model in models:
+        if not model["opens"] and not model["problem"].endswith(" is not installed"):  # that was said already
+            name = re.sub(r":[^:]*\.gguf$", "", model["name"]) if "/" in model["name"] else model["name"]
+            yield Problem(f"{model['name']} cannot be opened: {model['problem']}", f"quire pull {name}", False)
+    if disk["free_bytes"] < LITTLE_DISK_BYTES:
+        yield Problem(f"{_size(disk['free_bytes'])} are free for models", f"df -h {disk['path']}", False)
+
+
+# Showing
+
+
+def _anonymous(value: Any) -> Any:
+    """Strings without the home folder and, in paths, without the user's name."""
+    if isinstance(value, dict):
+        return {key: _anonymous(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_anonymous(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    home, user = str(Path.home()), _user()
+    if home != "/":
+        value = re.sub(rf"{re.escape(home)}(?![^/\s:'\"])", "~", value)
+    return re.sub(rf"(?<=/){re.escape(user)}(?![^/\s:'\"])", "$USER", value) if user else value
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container may run under a number nobody has named
+        return ""
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    hardware, cache = report["hardware"], report["cache"]
+    yield f"quire {report['quire']}, Python {report['python']}, {report['system']}"
+    yield ""
+    features = ", ".join(hardware["features"]) or "none that matter"
+    yield f"cpu       {hardware['cpu']}, {hardware['cores']} cores usable; {features}"
+    yield f"memory    {_size(hardware['memory_bytes'])}, {_size(hardware['available_bytes'])} available"
+    for gpu in hardware["gpus"]:
+        yield f"gpu       {gpu['name']}, {_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
+    if not hardware["gpus"]:
+        yield "gpu       none that PyTorch can use"
+    yield f"disk      {_size(cache['free_bytes'])} free for {cache['path']}"
+    yield ""
+    for backend in report["backends"]:
+        runs = f"runs in {backend['dtype']} ({backend['kernels']})" if backend["runs"] else "does not run here"
+        yield f"{backend['name']:12}{backend.get('remark') or runs}"
+    yield ""
+    for name, version in report["packages"].items():
+        yield f"{name:18}{version or 'not installed'}"
+    yield ""
+    for model in report["models"]:
+        said = f"{model['type']} {model['architecture']}, opens" if model["opens"] else "does not open"
+        yield f"model     {model['name']}, {_size(model['size_bytes'])}, {said}"
+    for name, value in report["environment"].items():
+        if value is not None:
+            yield f"{name}={value}"
+    yield ""
+    for problem in report["problems"]:
+        yield f"{'MISSING' if problem['is_essential'] else 'note'}: {problem['what']}"
+        yield f"    {problem['how']}"
+    yield "quire can generate here." if report["can_generate"] else "quire cannot generate here yet."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

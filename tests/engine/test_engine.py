@@ -1,0 +1,234 @@
+"""The loop over a runner: what fails ends alone, what goes wrong over and over ends the engine, nothing leaks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from quire.backends.base import Capacity, TokenMasks
+from quire.backends.fake import FakeRunner, run_alone
+from quire.core.check import check_scheduler
+from quire.core.request import FinishReason, SamplingParams
+from quire.core.step import StepPlan, StepResult
+from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
+from quire.errors import ContextTooLong, InvalidRequest
+
+CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+class FaultyRunner(FakeRunner):
+    """Fails where it is told to."""
+
+    def __init__(self, capacity: Capacity = CAPACITY) -> None:
+        super().__init__(capacity)
+        self.in_forward: Callable[[StepPlan], None] = lambda _: None
+        self.in_sample: Callable[[], None] = lambda: None
+        self.change: Callable[[StepPlan, StepResult], StepResult] = lambda _, result: result
+        self._plans: list[StepPlan] = []
+
+    def forward(self, plan: StepPlan) -> None:
+        self.in_forward(plan)
+        super().forward(plan)
+        self._plans.append(plan)
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        self.in_sample()
+        super().sample(masks)
+
+    def collect(self) -> StepResult:
+        return self.change(self._plans.pop(0), super().collect())
+
+    def abandon(self) -> None:
+        super().abandon()
+
+
+def make(runner: FakeRunner, **settings: int) -> Engine:
+    return Engine(runner, make_scheduler(runner, EngineConfig(**settings)))  # type: ignore[arg-type]
+
+
+def drain(engine: Engine) -> dict[int, list[EngineOutput]]:
+    outputs: dict[int, list[EngineOutput]] = defaultdict(list)
+    for _ in range(500):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        check_scheduler(engine.scheduler)
+    assert not engine.has_work
+    assert engine.scheduler.cache.stats().num_in_use == 0
+    return outputs
+
+
+def tokens(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def alone(prompt: list[int], sampling: SamplingParams = GREEDY, num_tokens: int = 10) -> list[int]:
+    return run_alone(prompt, sampling, num_tokens, block_size=4, vocab_size=50)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_answers_are_those_of_each_request_alone(is_late: bool, has_overlap: bool) -> None:
+    engine = make(FakeRunner(replace(CAPACITY, has_overlap=has_overlap), is_late=is_late))
+    prompts = {i: [i, i + 1, i + 2] * (i + 1) for i in range(1, 8)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, GREEDY)
+    outputs = drain(engine)
+    for request_id, prompt in prompts.items():
+        assert tokens(outputs[request_id]) == alone(prompt)
+        assert outputs[request_id][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_without_overlap_a_step_gives_its_own_tokens() -> None:
+    engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
+    engine.add(1, [1, 2, 3], GREEDY)
+    assert len(engine.step()) == 1
+    with_overlap = make(FakeRunner(CAPACITY))
+    with_overlap.add(1, [1, 2, 3], GREEDY)
+    assert with_overlap.step() == []
+    assert len(with_overlap.step()) == 1
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+@pytest.mark.parametrize("place", ["forward", "sample", "collect"])
+def test_a_step_that_raises_ends_its_requests_and_no_others(place: str, has_overlap: bool) -> None:
+    runner = FaultyRunner(replace(CAPACITY, has_overlap=has_overlap))
+    engine = make(runner)
+    engine.add(1, [1, 2, 3], GREEDY)
+    engine.add(2, [4, 5, 6], GREEDY)
+    num_calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise RuntimeError("out of memory")
+
+    def fail_late(_: StepPlan, result: StepResult) -> StepResult:
+        fail()
+        return result
+
+    if place == "forward":
+        runner.in_forward = fail
+    elif place == "sample":
+        runner.in_sample = fail
+    else:
+        runner.change = fail_late
+    outputs: dict[int, list[EngineOutput]] = defaultdict(list)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for request_id in (1, 2):
+        last = outputs[request_id][-1]
+        assert last.finish_reason is FinishReason.ERROR
+        assert "out of memory" in (last.error or "")
+        assert tokens(outputs[request_id]) == alone([1, 2, 3] if request_id == 1 else [4, 5, 6])[:3]
+    engine.add(3, [7, 8, 9], GREEDY)
+    assert tokens(drain(engine)[3]) == alone([7, 8, 9])
+
+
+def test_one_failed_row_ends_one_request() -> None:
+    runner = FaultyRunner()
+    engine = make(runner)
+    for request_id in (1, 2, 3):
+        engine.add(request_id, [request_id] * 5, GREEDY)
+
+    def fail_two(plan: StepPlan, result: StepResult) -> StepResult:
+        rows = [i for i, piece in enumerate(plan.slices) if piece.request_id == 2 and piece.start == 7]
+        return result._replace(failures=dict.fromkeys(rows, "NaN"))
+
+    runner.change = fail_two
+    outputs = drain(engine)
+    assert outputs[2][-1].error == "NaN"
+    assert tokens(outputs[2]) == alone([2] * 5)[:3]
+    assert tokens(outputs[1]) == alone([1] * 5)
+    assert tokens(outputs[3]) == alone([3] * 5)
+
+
+def test_poisoned_content_is_not_found_again() -> None:
+    runner = FaultyRunner()
+    engine = make(runner)
+    prompt = list(range(1, 30))
+    engine.add(1, prompt, GREEDY)
+    drain(engine)
+    engine.add(2, prompt, GREEDY)
+    runner.change = lambda _, result: result._replace(failures={0: "NaN"}, is_poisoned=True)
+    assert drain(engine)[2][-1].num_cached_tokens > 0
+    runner.change = lambda _, result: result
+    engine.add(3, prompt, GREEDY)
+    assert drain(engine)[3][-1].num_cached_tokens == 0
+
+
+def test_a_runner_that_keeps_failing_ends_the_engine() -> None:
+    runner = FaultyRunner(replace(CAPACITY, has_overlap=False))
+    engine = make(runner)
+
+    def fail(_: StepPlan) -> None:
+        raise RuntimeError("device lost")
+
+    runner.in_forward = fail
+    for request_id in range(1, MAX_FAILED_STEPS):
+        engine.add(request_id, [1, 2], GREEDY)
+        (output,) = engine.step()
+        assert output.finish_reason is FinishReason.ERROR
+    engine.add(9, [1, 2], GREEDY)
+    with pytest.raises(BrokenRunner, match="device lost"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "problem"),
+    [
+        ([1, 50], GREEDY, "prompt: token id 50 is outside the vocabulary of 50"),
+        ([1], SamplingParams(logit_bias={77: 1.0}), "logit_bias: token id 77"),
+        ([1], SamplingParams(stop_token_ids=(99,)), "stop_token_ids: token id 99"),
+        ([], GREEDY, "prompt has no tokens"),
+    ],
+)
+def test_what_would_break_a_batch_is_refused_at_the_door(
+    prompt: list[int], sampling: SamplingParams, problem: str
+) -> None:
+    engine = make(FakeRunner(CAPACITY))
+    with pytest.raises(InvalidRequest, match=problem):
+        engine.add(1, prompt, sampling)
+    assert not engine.has_work
+
+
+def test_too_long_is_refused_with_the_numbers() -> None:
+    engine = make(FakeRunner(CAPACITY))
+    with pytest.raises(ContextTooLong, match="100 tokens"):
+        engine.add(1, [1] * 100, GREEDY)
+
+
+def test_cancel_and_finish_end_the_outputs() -> None:
+    engine = make(FakeRunner(CAPACITY))
+    for request_id in (1, 2, 3):
+        engine.add(request_id, [request_id] * 6, GREEDY)
+    for _ in range(4):
+        engine.step()
+    assert engine.cancel(1)
+    assert engine.finish(2, 2)
+    assert not engine.cancel(1)
+    outputs = drain(engine)
+    assert set(outputs) == {3}
+    assert engine.scheduler.cache.stats().num_in_use == 0
+
+
+def test_samples_share_their_prompt() -> None:
+    engine = make(FakeRunner(CAPACITY))
+    computed: list[int] = []
+    engine.on_plan = lambda plan: computed.append(plan.num_tokens)
+    prompt = list(range(1, 22))
+    engine.add(1, prompt, SamplingParams(seed=3, max_tokens=4))
+    for index in (1, 2):
+        engine.add(1 + index, prompt, SamplingParams(seed=3, sample_index=index, max_tokens=4), parent_id=1)
+    outputs = drain(engine)
+    assert len({tuple(tokens(outputs[i])) for i in (1, 2, 3)}) == 3
+    assert sum(computed) < 2 * len(prompt)
+    assert outputs[2][0].num_cached_tokens == len(prompt) - 1

@@ -1,0 +1,156 @@
+"""From token ids to what a caller reads: deltas, stop strings, usage, logprobs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.core.request import FinishReason, SamplingParams
+from quire.core.step import PromptLogprobs, TokenLogprobs
+from quire.engine.engine import EngineOutput
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.errors import InvalidRequest, RequestFailed
+from quire.text.tokenizer import Tokenizer
+from quire.weights.spec import GenerationDefaults
+from tests.text.vocabularies import byte_level_json
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(json.dumps(byte_level_json()).encode(), {"eos_token": "<|im_end|>"})
+
+
+def output(*tokens: int, reason: FinishReason | None = None, **fields: Any) -> EngineOutput:
+    base = EngineOutput(1, tokens, reason, 0, None, (), None, None)
+    return base._replace(**fields)
+
+
+def make(tokenizer: Tokenizer, **fields: Any) -> Answers:
+    return Answers(GenerationRequest((1, 2, 3), fields.pop("sampling", SamplingParams()), **fields), tokenizer)
+
+
+def test_deltas_join_to_the_text_and_usage_counts_every_token(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer)
+    text = "The dog does not mind 🎉👩‍💻 ü."
+    ids = tokenizer.encode(text)
+    deltas = [answers.push(0, output(token, num_cached_tokens=2)) for token in ids]
+    deltas.append(answers.push(0, output(2, reason=FinishReason.STOP)))  # <|im_end|> is not shown, and counted
+    assert "".join(delta.text for delta in deltas) == text
+    assert answers.is_finished
+    result = answers.result()
+    assert result.text == text
+    assert result.completions[0].token_ids == (*ids, 2)
+    assert result.usage.completion_tokens == len(ids) + 1
+    assert result.usage.total_tokens == len(ids) + 4
+
+
+def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer, stop=("lazy dog",))
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. The dog does not mind.")
+    shown, position = "", 0
+    while True:
+        delta = answers.push(0, output(ids[position]))
+        position += 1
+        shown += delta.text
+        if delta.finish_reason is not None:
+            break
+    assert shown == "The quick brown fox jumps over the "
+    assert delta.stop == "lazy dog"
+    assert delta.finish_reason is FinishReason.STOP
+    assert answers.num_tokens(0) == position
+    late = answers.push(0, output(5))  # was under way
+    assert late.text == ""
+    assert answers.usage.completion_tokens == position
+
+
+def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer, stop=("dog!",))
+    ids = tokenizer.encode("the dog")
+    deltas = [answers.push(0, output(token)) for token in ids[:-1]]
+    deltas.append(answers.push(0, output(ids[-1], reason=FinishReason.LENGTH)))
+    assert "".join(delta.text for delta in deltas) == "the dog"
+    assert answers.result().completions[0].finish_reason is FinishReason.LENGTH
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer)
+    ids = tokenizer.encode("🦀")
+    assert len(ids) > 1
+    first = answers.push(0, output(ids[0]))
+    assert first.text == ""
+    last = answers.push(0, output(ids[1], reason=FinishReason.LENGTH))
+    assert set(last.text) == {"\ufffd"}
+
+
+def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer, n=2)
+    a, b = tokenizer.encode("The fox"), tokenizer.encode("lazy dog")
+    answers.push(0, output(*a[:1], num_cached_tokens=1))
+    answers.push(1, output(*b, reason=FinishReason.LENGTH, num_cached_tokens=3))
+    assert not answers.is_finished
+    answers.push(0, output(*a[1:], reason=FinishReason.LENGTH, num_cached_tokens=1))
+    assert [one.text for one in answers.result().completions] == ["The fox", "lazy dog"]
+    assert answers.usage.cached_tokens == 1  # what the first sample found; the others share with it
+    assert answers.usage.prompt_tokens == 3
+
+
+def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer, sampling=SamplingParams(logprobs=1, prompt_logprobs=0))
+    token = tokenizer.encode("🎉")[0]
+    entry = TokenLogprobs(token, -0.5, 0, ((token, -0.5),))
+    prompt = PromptLogprobs(1, (TokenLogprobs(2, -1.0, 3, ()), TokenLogprobs(3, -2.0, 4, ())))
+    answers.push(0, output(token, reason=FinishReason.LENGTH, logprobs=(entry,), prompt_logprobs=prompt))
+    result = answers.result()
+    assert result.completions[0].logprobs is not None
+    (found,) = result.completions[0].logprobs
+    assert (found.logprob, found.rank, found.data) == (-0.5, 0, tokenizer.token_bytes(token))
+    assert found.top[0].token_id == token
+    assert result.prompt_logprobs is not None
+    assert [None if one is None else one.rank for one in result.prompt_logprobs] == [None, 3, 4]
+
+
+def test_a_failed_sample_raises_from_result_and_is_told_in_output(tokenizer: Tokenizer) -> None:
+    answers = make(tokenizer)
+    answers.push(0, output(reason=FinishReason.ERROR, error="NaN"))
+    with pytest.raises(RequestFailed, match="NaN"):
+        answers.result()
+    assert answers.output().completions[0].error == "NaN"
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"n": 0}, "n = 0"),
+        ({"n": 33}, "n = 33"),
+        ({"n": True}, "n = True"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": -1.0}, "temperature = -1"),
+        ({"top_p": 0.0}, "top_p = 0"),
+        ({"top_k": 1.5}, "top_k = 1.5"),
+        ({"logprobs": 21}, "logprobs = 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs = -1"),
+        ({"stop": [""]}, r"stop\[0\]"),
+        ({"stop": ["a"] * 17}, "stop has 17"),
+        ({"stop_token_ids": range(200)}, "stop_token_ids has 200"),
+        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "logit_bias has 2000"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens = 5"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"seed": 2**70}, "seed ="),
+    ],
+)
+def test_bad_params_are_refused_by_name_and_value(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        GenerationParams(**fields)
+
+
+def test_the_callers_word_wins_over_the_models_and_that_over_the_neutral() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_k=20)
+    params = GenerationParams(top_k=0, seed=5, stop_token_ids=(9,)).sampling(defaults, (2, 9))
+    assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.6, 0, 1.0, 5)
+    assert params.stop_token_ids == (9, 2)
+    assert GenerationParams(ignore_eos=True).sampling(defaults, (2,)).stop_token_ids == ()
+    drawn = {GenerationParams().sampling(defaults, ()).seed for _ in range(3)}
+    assert len(drawn) == 3

@@ -1,0 +1,51 @@
+"""A whole model that loads in no time: two layers of random weights, a trained tokenizer, a ChatML template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from quire.weights.config import spec_from_config
+from quire.weights.names import expected_tensors
+from tests.text.vocabularies import byte_level_json
+from tests.weights.makers import safetensors_bytes
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_model(folder: Path, *, seed: int = 0, max_context: int = 4096) -> Path:
+    """A llama of 2 layers and 64 wide, 4 heads on 2."""
+    spec = byte_level_json()
+    vocab_size = max(*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])) + 1
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    rng = np.random.default_rng(seed)
+    arrays = {
+        name: (rng.standard_normal(shape) * 0.2 + (len(shape) == 1)).astype(np.float32)
+        for name, shape in expected_tensors(spec_from_config(config, {}, "tiny", "F32")).items()
+    }
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(arrays))
+    return folder
