@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,19 +149,22 @@ class Repl:
         turn = _Turn(len(prompt))
         pieces: list[str] = []
         last: Delta | None = None
+        is_stopped = False
         try:
-            with _ctrl_c_as_event() as is_stopped:
-                for last in self.llm.stream(request):
+            with closing(self.llm.stream(request)) as deltas:
+                for last in deltas:
                     turn.pace.count(len(last.token_ids))
                     pieces.append(last.text)
                     self._speech.say(last.text)
-                    if is_stopped.is_set():
-                        break
+        except KeyboardInterrupt:  # the engine lets it through between two steps only
+            is_stopped = True
         finally:
             self._speech.end_line()
         turn.num_cached_tokens = self.llm.cache_stats().num_hit_tokens - num_hits_before
         self._last = turn
-        if last is not None:
+        if is_stopped:
+            _complain("stopped")
+        elif last is not None:
             self._tell_end(last, turn)
         return "".join(pieces)
 
@@ -172,9 +173,7 @@ class Repl:
 
         if last.finish_reason is FinishReason.ERROR:
             raise RequestFailed(f"the answer failed: {last.error}")
-        if last.finish_reason is None:
-            _complain("stopped")
-        elif last.finish_reason is FinishReason.LENGTH and turn.pace.num_tokens == self.params.max_tokens:
+        if last.finish_reason is FinishReason.LENGTH and turn.pace.num_tokens == self.params.max_tokens:
             _complain(f"stopped at max_tokens = {self.params.max_tokens}; /set max_tokens N changes it")
         elif last.finish_reason is FinishReason.LENGTH:
             _complain(f"stopped: the context of {self.llm.max_context} tokens is full. /reset forgets the conversation")
@@ -317,23 +316,6 @@ def _read_line(prompt: str) -> str | None:
         typer.echo(prompt, nl=False, err=True)  # stdout is for the answers
     line = sys.stdin.readline()
     return line.removesuffix("\n") if line else None
-
-
-@contextmanager
-def _ctrl_c_as_event() -> Iterator[threading.Event]:
-    """The engine must not be interrupted in the middle of a step: it is asked after each. The second Ctrl-C is real."""
-    pressed = threading.Event()
-
-    def press(_signal: int, _frame: object) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def read_conversation(path: Path) -> list[dict[str, str]]:

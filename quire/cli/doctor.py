@@ -118,13 +118,12 @@ def _version(name: str) -> str | None:
 
 
 def _hardware(torch: dict[str, Any]) -> dict[str, Any]:
-    from quire.backends.memory import available_bytes
+    from quire.backends.machine import available_bytes, usable_cores
 
     cpu, features = _cpu()
-    has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "cores": usable_cores(),
         "features": features,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "available_bytes": available_bytes(),

@@ -89,6 +89,8 @@ def read_prompt(given: str | None, *, is_raw: bool) -> str:
                 f"prompt on standard input is not UTF-8: {error.reason} at byte {error.start}"
             ) from None
         text = text.removesuffix("\n").removesuffix("\r")
+    elif any("\ud800" <= char <= "\udfff" for char in text):  # bytes of an argument that Python could not decode
+        raise InvalidRequest(f"prompt = {text[:80]!r} is not UTF-8")
     if not (text if is_raw else text.strip()):
         raise InvalidRequest(f"prompt = {text!r} is empty")
     return text
@@ -103,7 +105,7 @@ def _answer(
     finally:
         printer.finish()  # also after ^C: what was printed stands on a line of its own
     if as_json:
-        typer.echo(json.dumps(_document(name, output, printer.pace), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(_document(name, output, printer.pace), ensure_ascii=False))
     elif sys.stderr.isatty():
         typer.echo(_summary(output, params, printer.pace, llm.max_context), err=True)
 

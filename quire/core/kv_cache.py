@@ -122,9 +122,12 @@ class KVCacheManager:
     def check_fits(self, num_prompt_tokens: int, max_context: int) -> None:
         """Refuse what can never run, however empty the pool is."""
         if num_prompt_tokens + 1 > max_context:
+            why = ""
+            if max_context == self.max_context:
+                why = f" (all the KV pool holds: {self.pool.num_usable} blocks of {self.block_size})"
             raise ContextTooLong(
-                f"prompt of {num_prompt_tokens} tokens and one to generate exceed the context of {max_context} tokens"
-                f" (the KV pool holds {self.pool.num_usable} blocks of {self.block_size} = {self.max_context} tokens)"
+                f"prompt of {num_prompt_tokens} tokens and one to generate exceed"
+                f" the context of {max_context} tokens{why}"
             )
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:

@@ -848,6 +848,8 @@ def _setup(llm: LLM) -> Setup:
         if isinstance(llm.engine.runner, TorchRunner):
             store = llm.engine.runner.store
             device, dtype = str(store.device), str(store.dtype).removeprefix("torch.")
+            if store.device.type == "cuda":
+                device = f"{device} ({torch.cuda.get_device_name(store.device)})"
     capacity = llm.engine.capacity
     return Setup(
         model=llm.text.name,

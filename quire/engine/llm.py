@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +130,8 @@ class _Run:
             try:
                 self._engine.check(request.prompt, request.sampling)
             except InvalidRequest as error:
+                if len(requests) == 1:
+                    raise
                 raise type(error)(f"prompts[{number}]: {error}") from None
         self.answers = [Answers(request, llm.text.tokenizer) for request in requests]
         self._todo = deque((number, index) for number, request in enumerate(requests) for index in range(request.n))
@@ -140,7 +145,9 @@ class _Run:
     def step(self) -> list[tuple[int, Delta]]:
         self._fill()
         deltas: list[tuple[int, Delta]] = []
-        for output in self._engine.step():
+        with _interrupt_deferred():
+            outputs = self._engine.step()
+        for output in outputs:
             place = self._alive.get(output.request_id)
             if place is None:
                 continue
@@ -200,6 +207,28 @@ class _Run:
             self._engine.cancel(request_id)
         else:
             self._engine.finish(request_id, num_tokens)
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: in the midst of one it would leave a plan half done."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # nobody would raise here
+        return
+    was_asked = False
+
+    def note(_signal: int, _frame: object) -> None:
+        nonlocal was_asked
+        was_asked = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if was_asked:
+        raise KeyboardInterrupt
 
 
 def as_chat(conversation: Conversation) -> ChatRequest:

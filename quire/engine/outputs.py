@@ -33,7 +33,7 @@ class TokenLogprob:
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, found in the cache
+    cached_tokens: int  # of the prompt, found in the cache by the first sample; the others share with it
 
     @property
     def total_tokens(self) -> int:

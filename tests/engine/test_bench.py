@@ -21,7 +21,7 @@ from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD, FFN, LAYERS = 300, 64, 4, 2, 16, 96, 2
-SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8, patience_s=0.15)
+SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8, patience_s=0.5)
 
 
 def write_model(folder: Path) -> Path:
@@ -76,7 +76,7 @@ def _weights() -> Mapping[str, NDArray[np.float32]]:
         }
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape).astype(np.float32) / 8 for name, shape in shapes.items()}
+    return {name: (rng.standard_normal(shape) / 8).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_siblings_compute_their_prompt_once(report: BenchReport) -> None:
 def test_tiers_are_served_in_order_and_within_the_bound(report: BenchReport) -> None:
     fairness = report.fairness
     assert fairness is not None
-    assert fairness.bound_s == pytest.approx(0.3)
+    assert fairness.bound_s == pytest.approx(1.0)
     flood, stream = fairness.flood, fairness.stream
     assert (flood.num_low_waiting, flood.num_high) == (8, 4)
     assert flood.num_overtakes == 32  # every HIGH before every LOW that was waiting
@@ -158,7 +158,7 @@ def test_tiers_are_served_in_order_and_within_the_bound(report: BenchReport) -> 
     assert {name: tier.requests for name, tier in flood.tiers.items()} == {"HIGH": 4, "LOW": 12}
     assert flood.tiers["HIGH"].wait_s_max <= flood.tiers["LOW"].wait_s_max
     assert stream.low_wait_s is not None
-    assert stream.low_wait_s > 0.25  # it did wait: HIGH ones came all the time
+    assert stream.low_wait_s > 0.95  # it did wait: HIGH ones came all the time
     assert stream.num_high_ahead > 0
     assert stream.num_late_overtakes == 0
     assert stream.first_late_high_s is not None

@@ -138,7 +138,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
     prompts: list[Prompt] = ["The", [1] * 5000]
     with pytest.raises(ContextTooLong, match=r"prompts\[1\]: prompt of 5000 tokens"):
         llm.generate(prompts, SHORT)
-    with pytest.raises(InvalidRequest, match=r"prompts\[0\]: prompt: token id 99999"):
+    with pytest.raises(InvalidRequest, match=r"^prompt: token id 99999"):
         llm.generate([99999], SHORT)
     with pytest.raises(InvalidRequest, match="no tokens"):
         llm.generate("", SHORT)
@@ -151,8 +151,16 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
         LLM(tiny_model, max_sequences=3)
     with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
         LLM(tiny_model, dtype="int3")
-    with pytest.raises(InvalidRequest, match="kv_bytes = 10"):
+    with pytest.raises(InvalidRequest, match="kv_bytes = 10 is less"):
         LLM(tiny_model, kv_bytes=10)
+    with pytest.raises(InvalidRequest, match=r"kv_bytes = 4,398,046,511,104 is more than"):
+        LLM(tiny_model, kv_bytes=4 << 40)
+    with pytest.raises(InvalidRequest, match="num_blocks = 1000000000 take"):
+        LLM(tiny_model, num_blocks=10**9)
+    with pytest.raises(InvalidRequest, match="num_threads = 5000 is more than"):
+        LLM(tiny_model, num_threads=5000)
+    with pytest.raises(InvalidRequest, match="max_context = 5000 is more than the 4096"):
+        LLM(tiny_model, max_context=5000)
     with pytest.raises(ModelNotFound):
         LLM("no-such-model-anywhere")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.memory import available_bytes
+from quire.backends.machine import available_bytes, usable_cores
 from quire.backends.torch.kv_store import KVStore, block_bytes, blocks_in
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
@@ -29,8 +27,10 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
-        torch.set_num_threads(options.num_threads or len(os.sched_getaffinity(0)))
-    max_context = min(options.max_context or spec.max_context, spec.max_context)
+        torch.set_num_threads(_num_threads(options.num_threads))
+    max_context = options.max_context or spec.max_context
+    if max_context > spec.max_context:
+        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device, progress)
         model = MODELS[spec.family](spec, weights, max_context)
@@ -61,16 +61,32 @@ def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def _num_threads(asked: int | None) -> int:
+    num_cores = usable_cores()
+    if asked is not None and asked > num_cores:
+        raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
+    return asked or num_cores
+
+
 def _num_blocks(
     options: BackendOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_context: int
 ) -> int:
+    """As many as were asked for, or as the memory budget holds, but no more than could ever be used."""
+    is_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_bytes()
+    per_block = block_bytes(spec, options.block_size, dtype)
     if options.num_blocks is not None:
+        if options.num_blocks * per_block > free:
+            raise InvalidRequest(
+                f"num_blocks = {options.num_blocks} take {options.num_blocks * per_block:,} bytes of KV"
+                f" cache; {free:,} are free"
+            )
         return options.num_blocks
     if options.kv_bytes is not None:
-        return blocks_in(options.kv_bytes, spec, options.block_size, dtype)
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+        if options.kv_bytes > free:
+            raise InvalidRequest(f"kv_bytes = {options.kv_bytes:,} is more than the {free:,} bytes that are free")
+        num_blocks = blocks_in(options.kv_bytes, spec, options.block_size, dtype)
     else:
-        budget = min(int(available_bytes() * CPU_SHARE), CPU_CAP)
-    most = options.max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length: more is never used
-    return min(max(budget // block_bytes(spec, options.block_size, dtype), 2), most)
+        budget = int(free * CUDA_SHARE) if is_cuda else min(int(free * CPU_SHARE), CPU_CAP)
+        num_blocks = max(budget // per_block, 2)
+    return min(num_blocks, options.max_seqs * -(-max_context // options.block_size) + 1)  # everyone at full length

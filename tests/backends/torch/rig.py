@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
-from quire.core.request import SamplingParams
+from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
@@ -27,44 +27,62 @@ class Answer:
     error: str | None = None
 
 
-class Bench:
+class Rig:
     """An engine that counts what its plans do."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        self.config = EngineConfig(**{"num_blocks": 64, "max_seqs": 8, "num_threads": 2, **settings})
-        self.engine = make_engine(path, self.config)
+        self.config = EngineConfig(**{"num_blocks": 64, "max_seqs": 8, "num_threads": 1, **settings})
+        self.engine: Engine = make_engine(path, self.config)
         self.vocab_size = self.engine.capacity.vocab_size
         self.num_copies = 0
         self.num_computed = 0
         self.engine.on_plan = self._count
         self._num_requests = 0
 
-    def reset(self, *, overlap: bool = False, **settings: Any) -> None:
-        """A new scheduler and an empty cache over the same weights."""
+    def reset(
+        self, *, overlap: bool = False, num_blocks: int | None = None, max_seqs: int | None = None, **settings: Any
+    ) -> None:
+        """A new scheduler and an empty cache over the same weights, maybe over fewer of its blocks and slots."""
         runner = self.engine.runner
-        engine = Engine(runner, make_scheduler(runner, replace(self.config, **settings)), on_plan=self._count)
-        capacity: Capacity = replace(engine.capacity, has_overlap=overlap)
-        engine.capacity = capacity
-        self.engine = engine
+        whole = runner.capacity()
+        capacity = replace(
+            whole,
+            has_overlap=overlap,
+            num_blocks=num_blocks or whole.num_blocks,
+            max_seqs=max_seqs or whole.max_seqs,
+        )
+        config = replace(self.config, **settings)
+        # The fake only says how large everything is.
+        self.engine = Engine(runner, make_scheduler(FakeRunner(capacity), config), on_plan=self._count)
+        self.engine.capacity = capacity
         self.num_copies = self.num_computed = 0
 
-    def start(self, prompt: Sequence[int], num_tokens: int, parent: int | None = None, **sampling: Any) -> int:
+    def start(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        parent: int | None = None,
+        priority: Priority = Priority.NORMAL,
+        **sampling: Any,
+    ) -> int:
         self._num_requests += 1
         params = {"temperature": 0.0, "max_tokens": num_tokens, "logprobs": self.vocab_size, **sampling}
-        self.engine.add(self._num_requests, list(prompt), SamplingParams(**params), parent_id=parent)
+        self.engine.add(self._num_requests, list(prompt), SamplingParams(**params), priority=priority, parent_id=parent)
         return self._num_requests
 
-    def run(self, *request_ids: int, is_checked: bool = True) -> dict[int, Answer]:
+    def run(self, *request_ids: int) -> dict[int, Answer]:
         answers = {request_id: Answer() for request_id in request_ids}
         num_steps = 0
         while self.engine.has_work:
-            for output in self.engine.step():
-                self._take(answers[output.request_id], output)
-            if is_checked:
-                check_scheduler(self.engine.scheduler)
+            self.step(answers)
             num_steps += 1
             assert num_steps < 5_000
         return answers
+
+    def step(self, answers: dict[int, Answer]) -> None:
+        for output in self.engine.step():
+            self._take(answers[output.request_id], output)
+        check_scheduler(self.engine.scheduler)
 
     def answer(self, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Answer:
         request_id = self.start(prompt, num_tokens, **sampling)

@@ -1,4 +1,4 @@
-"""How much memory a process may still take, asked of the operating system."""
+"""What this process may use of the machine, asked of the operating system."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Those this process may run on, which can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_bytes() -> int:

@@ -1,0 +1,378 @@
+"""`quire bench`: what batching, a shared prefix and priorities are worth on a real model, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire import __version__
+from quire.engine.bench import (
+    PARTS,
+    BenchConfig,
+    BenchReport,
+    FairnessReport,
+    PrefixReport,
+    Progress,
+    SpeedupReport,
+    Stage,
+    Tier,
+    run_bench,
+)
+from quire.errors import InvalidRequest, MissingExtra
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DEFAULT = BenchConfig()
+_OPTIONS = {  # a field, as the library names it, and the option it came from
+    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "device", "dtype")},
+    "num_threads": "threads",
+}
+PLOT_NAME = "speedup.png"
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="A model `quire models` lists, a folder or a GGUF file; else the default one.")
+    ] = None,
+    clients: Annotated[
+        list[str] | None, typer.Option(help="Clients at once, separated by commas, or repeated (1,2,4,8,16).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often everything is measured.")] = _DEFAULT.rounds,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each client's prompt.")] = _DEFAULT.prompt_tokens,
+    output_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = _DEFAULT.output_tokens,
+    only: Annotated[list[str] | None, typer.Option(help=f"Only {', '.join(PARTS)}; repeat for two of them.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help=f"Write report.json, report.md and {PLOT_NAME} into this folder.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another seed, other prompts.")] = _DEFAULT.seed,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Measure a model here: many clients against one at a time, a shared prefix, fairness among priorities."""
+    facts = {"quire": __version__, "command": shlex.join(["quire", *sys.argv[1:]]), "machine": machine_facts()}
+    with _options_named():
+        config = BenchConfig(
+            parts=_parts(only),
+            clients=_clients(clients),
+            rounds=rounds,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            seed=seed,
+        )
+    if out is not None:
+        _prepare(out)
+    with _options_named():
+        report = _run(model, config, {"num_threads": threads, "dtype": dtype, "device": device})
+    document = document_of(report, facts)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        _print(report)
+    if out is not None:
+        write_report(out, report, document)
+    for problem in report.not_held:
+        typer.echo(f"not held: {problem}", err=True)
+    if report.not_held:
+        raise typer.Exit(1)
+
+
+# What was asked for
+
+
+def _clients(given: list[str] | None) -> tuple[int, ...]:
+    if given is None:
+        return _DEFAULT.clients
+    words = [word.strip() for one in given for word in one.split(",")]
+    for word in words:
+        if not word.isdecimal() or len(word) > 6:
+            raise InvalidRequest(f"clients: {word!r} of {','.join(given)!r} is not a whole number")
+    return tuple(int(word) for word in words)
+
+
+def _parts(given: list[str] | None) -> tuple[str, ...]:
+    for part in given or ():
+        if part not in PARTS:
+            raise InvalidRequest(f"--only {part!r} is not one of {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if not given or part in given)
+
+
+def _prepare(out: Path) -> None:
+    """Refuse before the run what could not be written after it."""
+    if out.exists() and not out.is_dir():
+        raise InvalidRequest(f"--out {out} is a file, not a folder")
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("--out draws a plot with matplotlib: pip install 'quire[plot]'")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Let an error name the option as it is typed, not the field it became."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field, _, rest = str(error).partition(" ")
+        name = field.removesuffix(":")
+        if name not in _OPTIONS:
+            raise
+        raise type(error)(f"--{_OPTIONS[name].replace('_', '-')} {rest.removeprefix('= ')}") from None
+
+
+# Running
+
+
+def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> BenchReport:
+    from quire.engine.llm import LLM
+
+    max_seqs = max(64, *config.clients)
+    with _progress() as progress:
+        progress(Stage("loading the model", 0, 1))
+        with LLM(model, max_seqs=max_seqs, **settings) as llm:
+            return run_bench(llm, config, progress)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """How long it will take, on stderr, and a bar where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task("", total=1)
+    is_told = False
+
+    def show(stage: Stage) -> None:
+        nonlocal is_told
+        if stage.expected_s is not None and not is_told:
+            is_told = True
+            bar.console.print(f"By the pace of the first request, this takes about {_duration(stage.expected_s)}.")
+        bar.update(task, completed=stage.num_done, total=stage.num_stages, description=stage.what)
+
+    with bar:
+        yield show
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(5, round(seconds / 5) * 5)} s" if seconds < 90 else f"{seconds / 60:.1f} minutes"
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the figures depend on. The load is the one before the run: above 0, others were using the machine."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "load_average_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_name() -> str:
+    """As the system calls it: Linux on ARM knows it only through lscpu, a Mac through sysctl."""
+    for command, label in ((("lscpu",), "Model name:"), (("sysctl", "-n", "machdep.cpu.brand_string"), "")):
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        for line in told.splitlines():
+            if line.strip().startswith(label) and (name := line.strip().removeprefix(label).strip()):
+                return name
+    return platform.processor() or platform.machine()
+
+
+# What came out
+
+
+def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
+    """The whole report as plain values: the ratios under `speedup`, what they were made of under `throughput`."""
+    values = asdict(report)
+    values["throughput"] = values["speedup"]
+    values["speedup"] = None if report.speedup is None else {str(k): v for k, v in report.speedup.ratios.items()}
+    return {**facts, **values, "not_held": list(report.not_held)}
+
+
+def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> None:
+    from quire.cli.bench_plot import draw
+
+    (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(markdown(report, document), encoding="utf-8")
+    draw(report, _title(report), out / PLOT_NAME)
+    typer.echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
+
+
+def _title(report: BenchReport) -> str:
+    setup = report.setup
+    where = f"threads: {setup.num_threads}" if setup.device == "cpu" else setup.device
+    return f"{setup.model} in {setup.dtype} with {setup.backend}, {where}"
+
+
+SPEEDUP_HEADS = ("clients", "tok/s", "ratio", "lowest", "highest", "decode tok/s", "decode ratio", "TTFT ms")
+TIER_HEADS = ("", "tier", "requests", "wait p50", "wait max", "TTFT p50", "TTFT max")
+
+
+def _speedup_rows(speedup: SpeedupReport) -> list[list[str]]:
+    best = speedup.baseline
+    ttft_ms = min(one.ttft_ms for one in speedup.measurements if one.clients == 1)
+    rows = [["1", f"{best.tokens_per_s:.1f}", "1.00", "", "", f"{best.decode_tokens_per_s:.1f}", "1.00"]]
+    rows[0].append(f"{ttft_ms:.0f}")
+    for level in speedup.levels:
+        ratios = [f"{ratio:.2f}" for ratio in (level.ratio, level.ratio_min, level.ratio_max)]
+        decode = "-" if level.decode_tokens_per_s is None else f"{level.decode_tokens_per_s:.1f}"
+        decode_ratio = "-" if level.decode_ratio is None else f"{level.decode_ratio:.2f}"
+        row = [str(level.clients), f"{level.tokens_per_s:.1f}", *ratios, decode, decode_ratio, f"{level.ttft_ms:.0f}"]
+        rows.append(row)
+    return rows
+
+
+def _speedup_text(report: BenchReport, speedup: SpeedupReport) -> str:
+    best, config = speedup.baseline, report.config
+    tried = ", ".join(f"{rate:.1f} with {number}" for number, rate in best.best_by_threads.items())
+    num_singles = sum(one.clients == 1 for one in speedup.measurements)
+    typical = ", ".join(f"{level.ratio_to_median:.2f} at {level.clients}" for level in speedup.levels)
+    return (
+        f"Output tokens per second, prompts included: {config.prompt_tokens} tokens in, {config.output_tokens} out,"
+        f" greedy, all arriving together; medians over rounds: {config.rounds}. One at a time is the best of {num_singles}"
+        f" single requests measured before, between and after the batches (best by threads: {tried}), so that the"
+        f" ratios are the least that can be said; against the median single request they are {typical}."
+        f" Tokens found in the prefix cache: {speedup.num_cached_tokens}."
+    )
+
+
+def _prefix_text(prefix: PrefixReport) -> str:
+    one, least, most = prefix.siblings, prefix.ref_count_min, prefix.ref_count_max
+    counts = f"{least}" if least == most else f"{least} to {most}"
+    return (
+        f"A head of {prefix.head_tokens} tokens: first token after {prefix.ttft_cold_ms:.0f} ms cold,"
+        f" {prefix.ttft_hit_ms:.0f} ms when it is cached ({prefix.ratio:.1f} times sooner),"
+        f" {prefix.ttft_live_ms:.0f} ms while the first request still decodes; medians of {prefix.repeats}."
+        f" While both run they share {prefix.shared_blocks} blocks, each with ref count {counts};"
+        f" copies: {prefix.copies}. {_held(prefix.is_held)}\n"
+        f"{one.num_requests} requests with one new prompt of {one.prompt_tokens} tokens, arriving together, computed"
+        f" {one.prefill_tokens:,} prompt tokens instead of {one.prefill_tokens_unshared:,}; the last of them had its"
+        f" first token after {one.ttft_max_ms:.0f} ms. Blocks copied, for the last token that each computes:"
+        f" {one.copies}. {_held(one.is_held)}"
+    )
+
+
+def _tier_rows(fairness: FairnessReport) -> list[list[str]]:
+    rows = []
+    for name, tiers in (("flood", fairness.flood.tiers), ("stream", fairness.stream.tiers)):
+        rows += [[name, tier_name, *_tier_cells(tier)] for tier_name, tier in tiers.items()]
+    return rows
+
+
+def _tier_cells(tier: Tier) -> list[str]:
+    times = (tier.wait_s_p50, tier.wait_s_max, tier.ttft_s_p50, tier.ttft_s_max)
+    return [str(tier.requests), *(f"{seconds:.2f} s" for seconds in times)]
+
+
+def _fairness_text(fairness: FairnessReport) -> str:
+    flood, stream = fairness.flood, fairness.stream
+    low = "never all began" if stream.low_wait_s is None else f"began after at most {stream.low_wait_s:.2f} s"
+    late = (
+        "none began" if stream.first_late_high_s is None else f"the first began after {stream.first_late_high_s:.2f} s"
+    )
+    return (
+        f"{fairness.num_slots} slots, patience {fairness.patience_s:g} s. Flood: {flood.num_high} HIGH came when LOW"
+        f" held all slots and {flood.num_low_waiting} more waited. In {flood.num_overtakes} of"
+        f" {flood.num_high * flood.num_low_waiting} pairs HIGH had its first token first, with {flood.num_preemptions}"
+        f" preemptions; pairs in the wrong order: {flood.num_out_of_order}.\n"
+        f"Stream: HIGH never stopped coming. LOW {low}, with {stream.num_high_ahead} HIGH before it. The bound: no HIGH"
+        f" that comes more than {fairness.bound_s:g} s after a LOW goes before it. Of those that came later, {late};"
+        f" {stream.num_late_overtakes} went before a LOW. {_held(fairness.is_held)}"
+    )
+
+
+def _held(is_held: bool) -> str:
+    return "Held." if is_held else "NOT HELD."
+
+
+def _print(report: BenchReport) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=80)
+    console.print(_title(report))
+    if (speedup := report.speedup) is not None:
+        console.print("\nMany clients against one at a time\n")
+        console.print(_table(SPEEDUP_HEADS, _speedup_rows(speedup)))
+        console.print(f"\n{_speedup_text(report, speedup)}")
+    if report.prefix is not None:
+        console.print(f"\nA shared prefix\n\n{_prefix_text(report.prefix)}")
+    if (fairness := report.fairness) is not None:
+        console.print("\nFairness\n")
+        console.print(_table(TIER_HEADS, _tier_rows(fairness)))
+        console.print(f"\n{_fairness_text(fairness)}")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Fits 80 columns."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("", "tier") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+# The report as a page
+
+
+def markdown(report: BenchReport, document: dict[str, Any]) -> str:
+    machine, setup = document["machine"], report.setup
+    lines = [f"# quire bench: {setup.model}", "", f"    {document['command']}", ""]
+    lines += [f"![Throughput, time to first token, waits]({PLOT_NAME})", "", "| | |", "|---|---|"]
+    facts = {
+        "date": machine["date"],
+        "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}",
+        "load before the run": machine["load_average_before"],
+        "device": setup.device,
+        "backend": f"{setup.backend}, {setup.dtype}, threads: {setup.num_threads}",
+        "KV pool": f"{setup.num_blocks:,} blocks of {setup.block_size} tokens",
+        "quire": f"{document['quire']}, Python {machine['python']}",
+        "duration": _duration(report.duration_s),
+    }
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    if (speedup := report.speedup) is not None:
+        lines += [
+            "",
+            "## Many clients against one at a time",
+            "",
+            *_markdown_table(SPEEDUP_HEADS, _speedup_rows(speedup)),
+        ]
+        lines += ["", _speedup_text(report, speedup)]
+    if report.prefix is not None:
+        lines += ["", "## A shared prefix", "", _prefix_text(report.prefix).replace("\n", "\n\n")]
+    if (fairness := report.fairness) is not None:
+        lines += ["", "## Fairness", "", *_markdown_table(TIER_HEADS, _tier_rows(fairness))]
+        lines += ["", _fairness_text(fairness).replace("\n", "\n\n")]
+    if report.not_held:
+        lines += ["", "## Not held", "", *(f"- {problem}" for problem in report.not_held)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---" if head in ("", "tier") else "---:" for head in heads]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]

@@ -1,0 +1,75 @@
+"""The picture of `quire bench --out`: throughput by clients, time to first token, waits by tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine.bench import BenchReport, FairnessReport, PrefixReport, SpeedupReport, Tier
+from quire.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw(report: BenchReport, title: str, path: Path) -> None:
+    """Write a .png or .svg file, by its name, with a panel for each part that was measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("the plot needs matplotlib: pip install 'quire[plot]'") from None
+    parts = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
+    figure = Figure(figsize=(1 + 4 * len(parts), 4.5), layout="constrained")
+    figure.suptitle(title)
+    panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])
+    for axes, part in zip(panels, parts, strict=True):
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        if isinstance(part, SpeedupReport):
+            _draw_speedup(axes, part)
+        elif isinstance(part, PrefixReport):
+            _draw_prefix(axes, part)
+        else:
+            _draw_fairness(axes, part)
+    figure.savefig(path)
+
+
+def _draw_speedup(axes: Axes, speedup: SpeedupReport) -> None:
+    """The bar is the median, the whisker all rounds, the line what one stream does alone."""
+    names = ["1", *(str(level.clients) for level in speedup.levels)]
+    best = speedup.baseline.tokens_per_s
+    rates = [best, *(level.tokens_per_s for level in speedup.levels)]
+    below = [0.0, *(level.tokens_per_s - level.ratio_min * best for level in speedup.levels)]
+    above = [0.0, *(level.ratio_max * best - level.tokens_per_s for level in speedup.levels)]
+    whiskers = [[max(0.0, size) for size in sizes] for sizes in (below, above)]  # rounding may pass below zero
+    bars = axes.bar(names, rates, yerr=whiskers, capsize=3, color=["C7", *["C0"] * len(speedup.levels)])
+    axes.bar_label(bars, ["best", *(f"{level.ratio:.2f}x" for level in speedup.levels)], padding=2)
+    axes.axhline(best, color="C7", linestyle="--", linewidth=1)
+    axes.set(title="Throughput", xlabel="clients at once", ylabel="output tokens per second")
+    axes.margins(y=0.12)
+
+
+def _draw_prefix(axes: Axes, prefix: PrefixReport) -> None:
+    times = {"cold": prefix.ttft_cold_ms, "while shared": prefix.ttft_live_ms, "cached": prefix.ttft_hit_ms}
+    bars = axes.bar(list(times), list(times.values()), color=["C7", "C1", "C2"])
+    axes.bar_label(bars, [f"{value:.0f} ms" for value in times.values()], padding=2)
+    axes.set(title=f"First token, head of {prefix.head_tokens:,}: {prefix.ratio:.0f}x", ylabel="milliseconds")
+    axes.margins(y=0.12)
+
+
+def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
+    """The longest waits; the line is the window in which a HIGH may pass a LOW."""
+    found = [
+        (f"{name}\n{tier_name}", tier.wait_s_max) for name, tiers in _groups(fairness) for tier_name, tier in tiers
+    ]
+    bars = axes.bar([name for name, _ in found], [wait_s for _, wait_s in found], color="C4")
+    axes.bar_label(bars, [f"{wait_s:.2f}" for _, wait_s in found], padding=2)
+    axes.axhline(fairness.bound_s, color="C3", linestyle="--", linewidth=1, label=f"window {fairness.bound_s:g} s")
+    axes.set(title="Longest wait by tier", ylabel="seconds")
+    axes.margins(y=0.12)
+    axes.legend(loc="upper left")
+
+
+def _groups(fairness: FairnessReport) -> list[tuple[str, list[tuple[str, Tier]]]]:
+    parts = (("flood", fairness.flood.tiers), ("stream", fairness.stream.tiers))
+    return [(name, list(tiers.items())) for name, tiers in parts]

@@ -1,0 +1,132 @@
+"""Ways to run the command: as a process, at a terminal, and in this process with a model that only echoes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from quire.core.kv_cache import CacheStats
+from quire.core.request import FinishReason
+from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
+from quire.engine.params import GenerationParams
+from quire.errors import ContextTooLong
+
+LIMIT_S = 240  # a machine under load
+
+
+def quire(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire", *arguments]
+    everything = {**os.environ, **(env or {})}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=everything
+    )
+
+
+class Terminal:
+    """A process whose stdin, stdout and stderr are one terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.screen = ""
+        self._fd, theirs = pty.openpty()
+        # Not pty.fork: this process may have threads. The new one makes the terminal its own, so that ^C reaches it.
+        script = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from quire.cli.main import run; run()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def wait_for(self, text: str, *, after: int = 0) -> int:
+        """Reads until the text has come; says where it ends, to look for the next one behind it."""
+        deadline = time.monotonic() + LIMIT_S
+        while text not in self.screen[after:]:
+            assert time.monotonic() < deadline, f"{text!r} never came: {self.screen!r}"
+            assert self._read(), f"ended without {text!r}: {self.screen!r}"
+        return self.screen.index(text, after) + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def exit_code(self) -> int:
+        while self._read():
+            pass
+        return self._process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._fd)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._fd], [], [], LIMIT_S)
+        assert ready, f"silent for {LIMIT_S} s: {self.screen!r}"
+        try:
+            data = os.read(self._fd, 65536)
+        except OSError:  # the other end is closed
+            return False
+        self.screen += data.decode(errors="replace")
+        return bool(data)
+
+
+@dataclass
+class EchoLLM:
+    """Answers with what it was told, word by word: a token is a word."""
+
+    max_context: int = 60
+    has_template: bool = True
+    finish: FinishReason = FinishReason.STOP
+    error: str | None = None
+    seen: list[list[dict[str, str]]] = field(default_factory=list)
+    params: GenerationParams | None = None
+
+    def __enter__(self) -> EchoLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def text(self) -> Any:
+        template = SimpleNamespace(exists=self.has_template)
+        return SimpleNamespace(name="echo", template=template, encode_chat=self._encode, request=self._request)
+
+    def chat(self, messages: list[dict[str, str]], params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
+        self.seen.append(messages)
+        return self.generate(messages[-1]["content"], params, on_output)
+
+    def generate(self, prompt: str, params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
+        completions: list[Completion] = []
+        for index in reversed(range(params.n)):  # the last first: printing must put them in order
+            answer = f"{prompt} {index}" if params.n > 1 else prompt
+            on_output(0, Delta(index, answer, (1, 2), (), self.finish, None, self.error))
+            completions.insert(0, Completion(index, answer, (1, 2), self.finish, error=self.error))
+        return [GenerationOutput((1, 2, 3), tuple(completions), Usage(3, 2 * params.n, 0), None)]
+
+    def stream(self, words: list[str]) -> Iterator[Delta]:
+        for word in words:
+            yield Delta(0, f"{word} ", (1,), (), None, None)
+        yield Delta(0, "", (), (), self.finish, None, self.error)
+
+    def cache_stats(self) -> CacheStats:
+        return CacheStats(10, 8, 2, 0, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0)
+
+    def _encode(self, chat: Any, max_context: int) -> list[str]:
+        self.seen.append([{"role": str(one.role), "content": one.text} for one in chat.messages])
+        words = " ".join(message.text for message in chat.messages).split()
+        if len(words) > max_context:
+            raise ContextTooLong(f"prompt of {len(words)} tokens exceeds the context of {max_context} tokens")
+        return words
+
+    def _request(self, _prompt: list[str], params: GenerationParams) -> list[str]:
+        self.params = params
+        return self.seen[-1][-1]["content"].split()

@@ -1,0 +1,127 @@
+"""`quire bench` as a person runs it, on a model of random weights. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from quire.cli import bench as command
+from quire.engine.bench import BenchConfig, BenchReport, Progress, run_bench
+from quire.engine.llm import LLM
+from quire.errors import InvalidRequest, MissingExtra, ModelNotFound, QuireError
+from tests.engine.test_bench import write_model
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(command.bench)
+SMALL = ("--clients", "1,2", "--clients", "3", "--rounds", "1", "--prompt-tokens", "16", "--output-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def refusal(*arguments: str) -> str:
+    outcome = CliRunner().invoke(app, arguments)
+    assert isinstance(outcome.exception, QuireError), outcome.output
+    return str(outcome.exception)
+
+
+def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "a" / "report"
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--threads", "1", "--out", str(out), "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    printed = json.loads(outcome.stdout)  # one object and nothing else
+    assert list(printed["speedup"]) == ["2", "3"]
+    assert printed["speedup"]["3"] > 0
+    assert {"ttft_cold_ms", "ttft_hit_ms", "shared_blocks", "copies"} <= set(printed["prefix"])
+    assert (printed["prefix"]["shared_blocks"], printed["prefix"]["copies"]) == (32, 0)
+    assert printed["fairness"]["is_held"] is True
+    assert printed["fairness"]["bound_s"] == 4.0
+    assert printed["not_held"] == []
+    assert printed["throughput"]["baseline"]["num_threads"] == 1
+    assert {"cpu", "cores", "date", "load_average_before"} <= set(printed["machine"])
+    assert "takes about" in outcome.stderr
+    assert "Wrote report.json, report.md and speedup.png" in outcome.stderr
+    assert json.loads((out / "report.json").read_text()) == printed
+    page = (out / "report.md").read_text()
+    for words in ("# quire bench: tiny", "![", "speedup.png", "ref count 2;", "One at a time is the best of", "Held."):
+        assert words in page
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert any(row.startswith("| 3 | ") for row in rows)
+    assert all(row.count("|") == rows[-1].count("|") for row in rows[-4:])
+    assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_person_gets_tables_that_fit(model: str) -> None:
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "speedup", "--only", "prefix"])
+    assert outcome.exit_code == 0, outcome.output
+    for words in ("clients", "ratio", "decode", "A shared prefix", "instead of 8,192", "prefix cache: 0"):
+        assert words in " ".join(outcome.stdout.split())
+    assert "Fairness" not in outcome.stdout
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+
+
+def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(llm: LLM, config: BenchConfig, progress: Progress) -> BenchReport:
+        report = run_bench(llm, replace(config, head_tokens=64), progress)
+        assert report.prefix is not None
+        return replace(report, prefix=replace(report.prefix, copies=2, is_held=False))
+
+    monkeypatch.setattr(command, "run_bench", run)
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "prefix"])
+    assert outcome.exit_code == 1
+    assert "not held: prefix: 2 blocks shared with ref counts 2 to 2 and 2 copies" in outcome.stderr
+    assert "NOT HELD." in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--clients", "2,x"), "--clients 'x' of '2,x' is not a whole number"),
+        (("--clients", "1"), "--clients (1,) has no number above 1"),
+        (("--rounds", "0"), "--rounds 0 is not a whole number of at least 1"),
+        (("--output-tokens", "1"), "--output-tokens 1 is not"),
+        (("--only", "speed"), "--only 'speed' is not one of speedup, prefix, fairness"),
+        (("--threads", "0"), "--threads 0 is not"),
+        (("--device", "tpu"), "--device 'tpu' is not auto, cpu or cuda"),
+        (("--dtype", "int3"), "--dtype 'int3' is not auto"),
+        (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 2048"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(model: str, arguments: tuple[str, ...], message: str) -> None:
+    assert refusal("--model", model, *arguments).startswith(message)
+
+
+def test_what_could_not_be_written_is_refused_before_the_run(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file, not a folder" in refusal("--model", model, "--out", str(tmp_path / "file"))
+    monkeypatch.setattr(command, "find_spec", lambda _name: None)
+    outcome = CliRunner().invoke(app, ["--model", model, "--out", str(tmp_path / "new")])
+    assert isinstance(outcome.exception, MissingExtra)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_is_not_there_is_said() -> None:
+    outcome = CliRunner().invoke(app, ["--model", "/no/such/model"])
+    assert isinstance(outcome.exception, ModelNotFound)
+    assert not isinstance(outcome.exception, InvalidRequest)
+
+
+def test_the_command_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, quire.cli.bench\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers', 'rich.progress'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode == 0, outcome.stderr

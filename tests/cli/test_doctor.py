@@ -1,0 +1,117 @@
+"""`quire doctor`, `quire pull` and `quire models`: what is here, and how to get what is not."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import doctor
+from quire.cli.main import app
+from tests.cli.runs import quire
+
+
+def examine(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.mark.usefixtures("default_model")
+def test_a_machine_that_has_everything() -> None:
+    outcome = quire("doctor", "--json", env={"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "2"})
+    assert outcome.returncode == 0, outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert report["can_generate"]
+    assert not [problem for problem in report["problems"] if problem["is_essential"]]
+    assert report["hardware"]["cores"] >= 1
+    assert 0 < report["hardware"]["available_bytes"] <= report["hardware"]["memory_bytes"]
+    assert report["packages"]["torch"]
+    runs = {backend["name"]: backend["runs"] for backend in report["backends"]}
+    assert runs["torch cpu"]
+    assert not runs["native"]
+    (model,) = [model for model in report["models"] if model["name"] == "smollm2-135m-instruct"]
+    assert model["opens"]
+    assert report["environment"]["HF_TOKEN"] == "set, not shown"
+    assert report["environment"]["OMP_NUM_THREADS"] == "2"
+    assert "hf_secret" not in outcome.stdout
+    assert str(Path.home()) + "/" not in outcome.stdout
+
+
+def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "not-yet"))
+    monkeypatch.setattr(doctor, "local_models", list)
+    outcome = examine()
+    assert outcome.exit_code == 1
+    assert "MISSING: no model that can be opened is on this machine\n    quire pull" in outcome.stdout
+    assert outcome.stdout.endswith("quire cannot generate here yet.\n")
+
+
+def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "broken.gguf").write_bytes(b"GGUF, or is it")
+    report = json.loads(examine("--json").stdout)
+    (model,) = [model for model in report["models"] if model["name"] == "broken"]
+    assert not model["opens"]
+    assert any(problem["what"].startswith("broken cannot be opened: ") for problem in report["problems"])
+
+
+@pytest.mark.usefixtures("default_model")
+@pytest.mark.parametrize(
+    ("package", "how", "code"),
+    [
+        ("torch", "pip install 'quire[torch]'", 1),
+        ("tokenizers", "pip install 'quire[torch]'", 1),
+        ("huggingface-hub", "pip install 'quire[hub]'", 0),
+    ],
+)
+def test_a_missing_package_comes_with_its_command(
+    package: str, how: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == package else version(name))
+    outcome = examine("--json")
+    assert outcome.exit_code == code
+    (problem,) = [one for one in json.loads(outcome.stdout)["problems"] if one["what"].startswith(package)]
+    assert problem["how"] == how
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "features"),
+    [
+        ("CPU part\t: 0xd40\nFeatures\t: fp asimddp i8mm sve\n", "Neoverse V1", ["asimddp", "i8mm", "sve"]),
+        ("CPU part\t: 0xfff\nFeatures\t: fp\n", "ARM part 0xfff", []),
+        ("model name\t: Xeon: 3\nflags\t\t: sse avx2 amx_int8\n", "Xeon: 3", ["avx2", "amx_int8"]),
+    ],
+)
+def test_cpus(text: str, name: str, features: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(doctor, "CPUINFO", tmp_path / "cpuinfo")
+    assert doctor._cpu() == (name, features)
+
+
+def test_paths_do_not_say_who_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    told = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
+    assert doctor._anonymous(told) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
+
+
+def test_pull_says_where_the_model_lies(default_model: Path) -> None:
+    assert quire("pull").stdout == f"{default_model}\n"
+    outcome = CliRunner().invoke(app, ["pull", "smollm2", "--json"])
+    assert json.loads(outcome.stdout) == {"name": "smollm2", "path": str(default_model)}
+
+
+def test_models_lists_what_is_here_and_what_could_be(default_model: Path) -> None:
+    document = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert str(default_model) in [model["path"] for model in document["local"]]
+    (known,) = [model for model in document["known"] if model["name"] == "smollm2-135m-instruct"]
+    assert known["is_local"]
+    table = quire("models")
+    assert "smollm2-135m-instruct" in table.stdout
+    assert "98.4 MB" in table.stdout

@@ -1,0 +1,19 @@
+"""What tests of every room share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.errors import QuireError
+from quire.weights.hub import DEFAULT_MODEL, pull
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model, fetched if need be. Tests that want it mean it: without it they fail, they do not skip."""
+    try:
+        return pull()  # only looks, where it is here already
+    except QuireError as error:
+        pytest.fail(f"these tests need the default model {DEFAULT_MODEL}, and it could not be fetched: {error}")

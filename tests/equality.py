@@ -1,0 +1,193 @@
+"""Greedy answers do not depend on company: the proof on the real model. `python -m tests.equality --prompts 300`.
+
+Each prompt is answered alone, without a cache. Then all of them again, batched, chunked, on cached prefixes, preempted,
+with a step in flight. Wherever a token differs from the one alone, the two best logits must be closer than `NEAR_TIE`:
+fp32 sums over another number of rows differ in their last bits, and a tie may fall either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.core.request import Priority, Request
+from quire.engine.llm import as_chat
+from quire.engine.model import ModelText
+from quire.weights.hub import resolve
+from tests.backends.torch.rig import Answer, Rig
+
+NEAR_TIE = 2e-3  # of logits that are 10 to 30
+NUM_TOKENS = 24
+SUBJECTS = (
+    "the moon", "bread", "a bicycle", "rain", "the number seven", "honey", "a violin", "the sea", "glass", "a glacier",
+    "chess", "coffee", "the alphabet", "a lighthouse", "salt", "gravity", "a whale", "paper", "the wind", "a clock",
+)  # fmt: skip
+QUESTIONS = (
+    "What is {}?", "Write one sentence about {}.", "Why do people like {}?", "Name three facts about {}.",
+    "Explain {} to a child.", "Who first described {}, and when?", "Write a short poem about {}.",
+    "What is the opposite of {}?", "How would you draw {}?", "Translate '{}' into French.",
+    "List five words that rhyme with {}.", "Is {} older than the Eiffel Tower?", "Tell me a joke about {}.",
+    "What would the world be without {}?", "Give {} a new name and say why.",
+)  # fmt: skip
+
+
+def questions(count: int) -> list[str]:
+    """Different ones, up to 300."""
+    every = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
+    step = 7  # spread over both lists, and coprime to their number
+    return [every[i * step % len(every)] for i in range(count)]
+
+
+@dataclass
+class Outcome:
+    name: str
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    near_ties: list[float] = field(default_factory=list)  # the gap between the two best, where an answer turned off
+    differences: list[str] = field(default_factory=list)  # that no near tie excuses
+
+
+@dataclass(frozen=True)
+class Alone:
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]  # between the two best logits at each token
+
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "in chunks of 13": {"max_chunk_tokens": 13, "max_step_tokens": 48},
+    "with a step in flight": {"overlap": True},
+    "preempted": {"max_seqs": 4},
+}
+
+
+def answer_alone(rig: Rig, prompts: Sequence[tuple[int, ...]], tell: Callable[[str], None]) -> list[Alone]:
+    found = []
+    for number, prompt in enumerate(prompts):
+        rig.reset(is_caching=False)
+        answer = rig.answer(prompt, NUM_TOKENS, logprobs=2)
+        gaps = tuple(float(row.nan_to_num(nan=-1e9).topk(2).values.diff().abs()) for row in answer.rows)
+        found.append(Alone(prompt, tuple(answer.tokens), gaps))
+        tell(f"alone {number + 1}/{len(prompts)}")
+    return found
+
+
+def compare(rig: Rig, alone: Sequence[Alone], name: str, tell: Callable[[str], None]) -> Outcome:
+    rig.reset(**CONDITIONS[name])
+    tell(name)
+    return _answer_all(rig, alone, name, is_preempted=name == "preempted")
+
+
+def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
+    """Every prompt twice on one cache: the second time all but its last token is there."""
+    rig.reset()
+    _answer_all(rig, alone, "first time")
+    return _answer_all(rig, alone, "on cached prefixes")
+
+
+def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bool = False) -> Outcome:
+    """All at once; or, to preempt, half of them as LOW, and the others as HIGH into the midst of their answers."""
+    outcome = Outcome(name)
+    ids: dict[int, Alone] = {}
+    answers: dict[int, Answer] = {}
+    requests: list[Request] = []
+
+    def start(some: Sequence[Alone], priority: Priority) -> None:
+        for one in some:
+            request_id = rig.start(one.prompt, NUM_TOKENS, priority=priority, logprobs=None)
+            ids[request_id], answers[request_id] = one, Answer()
+            request = rig.engine.scheduler.get(request_id)
+            assert request is not None
+            requests.append(request)
+
+    if is_preempted:
+        for number in range(0, len(alone), 8):
+            start(alone[number : number + 4], Priority.LOW)
+            for _ in range(7):
+                rig.step(answers)
+            start(alone[number + 4 : number + 8], Priority.HIGH)
+    else:
+        start(alone, Priority.NORMAL)
+    while rig.engine.has_work:
+        rig.step(answers)
+    for request_id, answer in answers.items():
+        outcome.num_prompts += 1
+        outcome.num_cached_tokens += answer.num_cached_tokens
+        _judge(outcome, ids[request_id], answer.tokens)
+    outcome.num_preemptions = sum(request.num_preemptions for request in requests)
+    return outcome
+
+
+def _judge(outcome: Outcome, one: Alone, tokens: Sequence[int]) -> None:
+    for position, (token, expected) in enumerate(zip(tokens, one.tokens, strict=False)):
+        if token != expected:
+            gap = one.gaps[position]
+            if gap < NEAR_TIE:
+                outcome.near_ties.append(gap)
+            else:
+                outcome.differences.append(f"{one.prompt[-12:]} at {position}: {token} for {expected}, gap {gap:.6f}")
+            return
+        outcome.num_tokens += 1
+    if len(tokens) != len(one.tokens):
+        outcome.differences.append(f"{one.prompt[-12:]}: {len(tokens)} tokens for {len(one.tokens)}")
+
+
+def make_prompts(text: ModelText, count: int) -> list[tuple[int, ...]]:
+    return [text.encode_chat(as_chat(question), text.spec.max_context) for question in questions(count)]
+
+
+def run_all(path: Path, count: int, tell: Callable[[str], None]) -> list[Outcome]:
+    text = ModelText.open(path)
+    rig = Rig(path, num_blocks=1500, max_seqs=16, max_waiting=10_000)
+    try:
+        alone = answer_alone(rig, make_prompts(text, count), tell)
+        outcomes = [compare(rig, alone, name, tell) for name in CONDITIONS]
+        tell("on cached prefixes")
+        return [*outcomes, compare_on_hits(rig, alone)]
+    finally:
+        rig.engine.close()
+        text.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--model")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    start = time.monotonic()
+    is_terminal = sys.stderr.isatty()
+
+    def tell(what: str) -> None:
+        if is_terminal:
+            print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
+
+    outcomes = run_all(resolve(options.model), options.prompts, tell)
+    if options.json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+    else:
+        print(f"\n{'condition':24}{'prompts':>8}{'equal':>8}{'ties':>6}{'largest':>10}{'cached':>8}{'preempted':>10}")
+        for one in outcomes:
+            largest = max(one.near_ties, default=0.0)
+            print(
+                f"{one.name:24}{one.num_prompts:8}{one.num_tokens:8}{len(one.near_ties):6}{largest:10.6f}"
+                f"{one.num_cached_tokens:8}{one.num_preemptions:10}"
+            )
+        print(f"Near ties are closer than {NEAR_TIE}. {time.monotonic() - start:.0f} s.")
+    differences = [difference for outcome in outcomes for difference in outcome.differences]
+    for difference in differences:
+        print(f"DIFFERENT: {difference}", file=sys.stderr)
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The default model itself: its logits are those of `transformers`, its answers do not depend on company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.llm import as_chat
+from quire.engine.model import ModelText
+from quire.weights.names import expected_tensors
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from tests.backends.torch.rig import Answer, Rig, same_rows
+from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
+
+BOUND = 2e-3  # of log-probabilities, over thirty layers in fp32
+NUM_PROMPTS = 8  # `make equality` asks 300
+
+
+@pytest.fixture(scope="module")
+def text(default_model: Path) -> Iterator[ModelText]:
+    text = ModelText.open(default_model)
+    yield text
+    text.close()
+
+
+@pytest.fixture(scope="module")
+def rig(default_model: Path) -> Iterator[Rig]:
+    rig = Rig(default_model, num_blocks=400, max_seqs=16)
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(default_model: Path) -> Any:
+    """Llama of `transformers` with the same weights, dequantised the same way."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpoint = open_checkpoint(default_model)
+    spec = checkpoint.spec
+    config = LlamaConfig(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        vocab_size=spec.vocab_size,
+        max_position_embeddings=spec.max_context,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.to_empty(device="cpu")
+    weights = {name: torch.from_numpy(to_float32(checkpoint.read(name))) for name in expected_tensors(spec)}
+    missing = model.load_state_dict(weights, strict=False, assign=True)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert not missing.unexpected_keys
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer came from nowhere
+    checkpoint.close()
+    return model.eval()
+
+
+def distance(reference: Any, prompt: tuple[int, ...], answer: Answer) -> float:
+    with torch.inference_mode():
+        logits = reference(input_ids=torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+    return same_rows(answer, torch.log_softmax(logits, -1), len(prompt))
+
+
+def chat(text: ModelText, question: str) -> tuple[int, ...]:
+    return text.encode_chat(as_chat(question), text.spec.max_context)
+
+
+def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:
+    """Prefill and decode, chunked and not, then through shared blocks and a forked tail."""
+    france = chat(text, "What is the capital of France?")
+    rig.reset()
+    first = rig.answer(france, 8)
+    assert text.tokenizer.decode(first.tokens) == "The capital of France is Paris."
+    assert distance(reference, france, first) < BOUND
+    peru, spain = (
+        chat(text, f"Tell me in one plain sentence: what is the capital of {name}?") for name in ("Peru", "Spain")
+    )
+    rig.answer(peru, 2)
+    rig.num_copies = 0
+    shared = rig.answer(spain, 6)
+    assert shared.num_cached_tokens > 32
+    assert rig.num_copies == 1
+    assert distance(reference, spain, shared) < BOUND
+    rig.reset(max_chunk_tokens=11)
+    chunked = rig.answer(france, 4)
+    assert distance(reference, france, chunked) < BOUND
+
+
+@pytest.fixture(scope="module")
+def alone(rig: Rig, text: ModelText) -> list[Any]:
+    return answer_alone(rig, make_prompts(text, NUM_PROMPTS), lambda _: None)
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_greedy_answers_do_not_depend_on_company(rig: Rig, alone: list[Any], name: str) -> None:
+    outcome = compare(rig, alone, name, lambda _: None)
+    print(f"{name}: {outcome.num_tokens} equal tokens, near ties {outcome.near_ties}")
+    assert outcome.differences == []
+    assert outcome.num_prompts == NUM_PROMPTS
+    assert len(outcome.near_ties) <= 2
+    assert bool(outcome.num_preemptions) == (name == "preempted")
+
+
+def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -> None:
+    outcome = compare_on_hits(rig, alone)
+    assert outcome.differences == []
+    assert len(outcome.near_ties) <= 2
+    assert outcome.num_cached_tokens == sum(len(one.prompt) - 1 for one in alone)
+
+
+def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
+    """Reference count 2 on the very same blocks, nothing copied, and only the new tail computed."""
+    rig.reset()
+    words = text.tokenizer.encode("The history of the lighthouse is long and full of storms. " * 120)
+    head = words[:1024]
+    first = rig.start([*head, *text.tokenizer.encode(" Who built it?")], 40, logprobs=None)
+    for _ in range(8):
+        rig.engine.step()
+    rig.num_computed = 0
+    tail = text.tokenizer.encode(" Where does it stand?")
+    second = rig.start([*head, *tail], 3, logprobs=None)
+    rig.engine.step()
+    scheduler = rig.engine.scheduler
+    one, two = scheduler.get(first), scheduler.get(second)
+    assert one is not None
+    assert two is not None
+    assert one.block_table[:32] == two.block_table[:32]
+    assert {scheduler.cache.pool.blocks[block_id].ref_count for block_id in one.block_table[:32]} == {2}
+    assert two.num_cached_tokens == 1024
+    assert rig.num_copies == 0
+    assert rig.num_computed == len(tail) + 1  # and one decode of the first
+    rig.run(first, second)
