@@ -250,9 +250,10 @@ def _speedup_text(report: BenchReport, speedup: SpeedupReport) -> str:
     typical = ", ".join(f"{level.ratio_to_median:.2f} at {level.clients}" for level in speedup.levels)
     return (
         f"Output tokens per second, prompts included: {config.prompt_tokens} tokens in, {config.output_tokens} out,"
-        f" greedy, all arriving together; medians over rounds: {config.rounds}. One at a time is the best of {num_singles}"
-        f" single requests measured before, between and after the batches (best by threads: {tried}), so that the"
-        f" ratios are the least that can be said; against the median single request they are {typical}."
+        f" greedy, all arriving together; medians over rounds: {config.rounds}. One at a time is the best of"
+        f" {num_singles} single requests measured before, between and after the batches"
+        f" (best by threads: {tried}), so that the ratios are the least that can be said;"
+        f" against the median single request they are {typical}."
         f" Tokens found in the prefix cache: {speedup.num_cached_tokens}."
     )
 

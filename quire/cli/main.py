@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
+from quire.cli.bench import bench
 from quire.cli.chat import chat
 from quire.cli.doctor import doctor
 from quire.cli.generate import generate
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help and plain errors, which name the value that was typed
 )
-for command in (generate, chat, pull, models, doctor, sim):
+for command in (generate, chat, bench, pull, models, doctor, sim):
     app.command(name=command.__name__)(command)
 
 

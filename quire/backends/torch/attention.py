@@ -34,7 +34,9 @@ def _attend_group(
     queries: Tensor, layer: int, store: KVStore, group: AttentionGroup, scale: float, window: int, cap: float
 ) -> Tensor:
     num_heads, head_size = queries.shape[1:]
-    keys, values = store.gather(layer, group.head_rows, group.num_seqs)[:, :, :, : group.num_keys]  # [B, K, L, D] each
+    context = group.context
+    context.read(layer)
+    keys, values = context.keys, context.values  # [B, K, L, D] each
     mask = group.masks[window]
     if group.num_queries == 1:  # the heads of a group are the queries of their KV head: no key is read twice
         q = queries.view(group.num_seqs, store.num_kv_heads, -1, head_size)  # [B, K, G, D]

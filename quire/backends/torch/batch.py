@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.kv_store import Context, KVStore
 from quire.core.step import SeqSlice
 
 MAX_QUERIES = 512  # query rows of one attention call: bounds its mask
@@ -23,8 +23,7 @@ class AttentionGroup:
     last: int
     num_seqs: int
     num_queries: int  # of each sequence
-    num_keys: int  # of the longest
-    head_rows: Tensor  # where the keys and values are, see KVStore.head_rows
+    context: Context  # the keys and values they see, the longest setting the size
     masks: Mapping[int, Tensor | None]  # by window: what to add to the scores; None where nothing is hidden
     is_causal: bool  # the queries are the whole context, so no mask is needed to say which key is in their future
 
@@ -166,10 +165,8 @@ class _Builder:
     ) -> None:
         first = self._num_rows
         self._num_rows += num_seqs * num_queries
-        rows = self._store.head_rows(tables)
-        self._groups.append(
-            AttentionGroup(first, self._num_rows, num_seqs, num_queries, num_keys, rows, masks, is_causal)
-        )
+        context = self._store.context(tables, num_keys)
+        self._groups.append(AttentionGroup(first, self._num_rows, num_seqs, num_queries, context, masks, is_causal))
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

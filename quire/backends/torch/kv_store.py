@@ -6,8 +6,11 @@ and copying a block are one operation each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +37,32 @@ def blocks_in(budget_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.
     return num_blocks
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: what a mask hides is multiplied by 0, and 0 times the NaN of stale memory is NaN.
+
+    On a CPU the pages come from the operating system, zeroed, when they are first written: a pool of gigabytes costs
+    nothing until it is used. (`torch.zeros` would write them all.)
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Keys and values of one attention group, gathered from their blocks. Groups share the memory: read, then use."""
+
+    heads: Sequence[Tensor]  # of each layer: the store seen as [.., block size * D]
+    rows: Tensor
+    out: Tensor  # [rows, block size * D]
+    keys: Tensor  # [B, K, L, D]
+    values: Tensor  # [B, K, L, D]
+
+    def read(self, layer: int) -> None:
+        torch.index_select(self.heads[layer], 0, self.rows, out=self.out)
+
+
 class KVStore:
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -44,10 +73,8 @@ class KVStore:
         self.head_size = spec.head_size
         self.dtype = dtype
         self.device = device
-        # Zeros, not empty: what a mask hides is multiplied by 0, and 0 times the NaN of stale memory is NaN.
-        # On a CPU the pages are only taken when something is written.
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_size)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.layers = [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
         self._slots = [layer.view(-1, spec.head_size) for layer in self.layers]
         self._heads = [layer.view(-1, block_size * spec.head_size) for layer in self.layers]
         self._workspace = torch.empty(0, dtype=dtype, device=device)
@@ -56,14 +83,15 @@ class KVStore:
         """Write keys and values kv [T, 2K, D]. `rows` [T * 2K]: see `slot_rows`."""
         self._slots[layer].index_copy_(0, rows, kv.reshape(-1, self.head_size))
 
-    def gather(self, layer: int, rows: Tensor, num_seqs: int) -> Tensor:
-        """Contexts as [2, B, K, L, D]. `rows`: see `head_rows`. The result lives until the next gather."""
+    def context(self, tables: Tensor, num_keys: int) -> Context:
+        """A place for the first `num_keys` keys and values behind block tables [B, blocks], read layer by layer."""
+        rows = self._head_rows(tables)
         size = rows.numel() * self.block_size * self.head_size
         if self._workspace.numel() < size:
             self._workspace = torch.empty(size + size // 4, dtype=self.dtype, device=self.device)
         out = self._workspace[:size].view(-1, self.block_size * self.head_size)
-        torch.index_select(self._heads[layer], 0, rows, out=out)
-        return out.view(2, num_seqs, self.num_kv_heads, -1, self.head_size)
+        whole = out.view(2, len(tables), self.num_kv_heads, -1, self.head_size)
+        return Context(self._heads, rows, out, whole[0, :, :, :num_keys], whole[1, :, :, :num_keys])
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, in every layer. No block is both source and destination."""
@@ -86,8 +114,8 @@ class KVStore:
         heads = torch.arange(2 * self.num_kv_heads, device=self.device)
         return ((blocks[:, None] * (2 * self.num_kv_heads) + heads) * self.block_size + offsets[:, None]).flatten()
 
-    def head_rows(self, tables: Tensor) -> Tensor:
-        """For block tables [B, blocks]: rows of the store seen as [.., block size * D], in the order of `gather`."""
+    def _head_rows(self, tables: Tensor) -> Tensor:
+        """Rows of the store seen as [.., block size * D], in the order [2, B, K, blocks]."""
         num_kv_heads = self.num_kv_heads
         heads = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)
         return (tables[None, :, None, :] * (2 * num_kv_heads) + heads).flatten()

@@ -5,6 +5,8 @@ Not `nn.Module`: there is nothing to train, and a module's call costs more than 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,15 +46,22 @@ class Linear:
 
 
 class RMSNorm:
-    __slots__ = ("eps", "shape", "weight")
+    __slots__ = ("_floor", "_scaled", "eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.shape = tuple(weight.shape)
         self.eps = eps
+        size = weight.shape[-1]
+        self._scaled = weight * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        # On a CPU rms_norm is eight small operations. Four do: sqrt(mean + eps) is hypot(norm, floor) / sqrt(size).
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.mul(x, self._scaled).div_(torch.hypot(norm, self._floor))
 
 
 class Rotary:
@@ -71,27 +80,32 @@ class Rotary:
         self._cosines = torch.cat((cosines, cosines), -1)  # [max context, rotary size]
         self._sines = torch.cat((-sines, sines), -1)  # signed, so that a rolled half needs no negation
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Looked up once a step, used by every layer."""
-        return Angles(self, self._cosines[positions, None].to(dtype), self._sines[positions, None].to(dtype))
+    def angles(self, positions: Tensor, dtype: torch.dtype, num_rotated: int, num_heads: int) -> Angles:
+        """Looked up once a step, used by every layer. Heads after `num_rotated`, the values, are left as they are."""
+        shape = (len(positions), num_heads, self.size)
+        cosines = torch.ones(shape, dtype=dtype, device=positions.device)
+        cosines[:, :num_rotated] = self._cosines[positions, None]
+        sines = torch.zeros(shape, dtype=dtype, device=positions.device)
+        sines[:, :num_rotated] = self._sines[positions, None]
+        return Angles(self, cosines, sines)
 
 
 class Angles:
-    """The cosines and sines of the positions in one batch."""
+    """The cosines and sines of the positions in one batch, for queries, keys and values side by side."""
 
     __slots__ = ("_cosines", "_rotary", "_sines")
 
     def __init__(self, rotary: Rotary, cosines: Tensor, sines: Tensor) -> None:
         self._rotary = rotary
-        self._cosines = cosines  # [T, 1, rotary size]
+        self._cosines = cosines  # [T, H + 2K, rotary size]
         self._sines = sines
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [T, H, D], any number of heads."""
+    def rotate(self, qkv: Tensor) -> Tensor:
+        """qkv [T, H + 2K, D]: one tensor in and out, so that keys and values are stored in one piece."""
         if self._rotary.is_partial:
-            head, rest = x[..., : self._rotary.size], x[..., self._rotary.size :]
+            head, rest = qkv[..., : self._rotary.size], qkv[..., self._rotary.size :]
             return torch.cat((self._rotate(head), rest), -1)
-        return self._rotate(x)
+        return self._rotate(qkv)
 
     def _rotate(self, x: Tensor) -> Tensor:
         return torch.addcmul(x * self._cosines, torch.roll(x, self._rotary.half, -1), self._sines)

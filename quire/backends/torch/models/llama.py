@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +19,6 @@ class LlamaLayer:
     def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights) -> None:
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
-        self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.scale, self.cap, self.window = spec.attention_scale, spec.attention_softcap, spec.windows[index]
         self.activation = spec.activation
         self.input_norm = RMSNorm(weights.norms["input_layernorm"], spec.norm_eps)
@@ -33,17 +31,16 @@ class LlamaLayer:
         return x + self.mlp(self.mlp_norm(x))
 
     def attention(self, x: Tensor, angles: Angles, batch: Batch, store: KVStore) -> Tensor:
-        qkv = self.qkv_proj(x).view(-1, self.num_rotated + self.num_kv_heads, self.head_size)  # [T, H + 2K, D]
-        qk, v = qkv[:, : self.num_rotated], qkv[:, self.num_rotated :]
-        qk = angles.rotate(self.norm_heads(qk))
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        store.store(self.index, torch.cat((k, v), 1), batch.slot_rows)
+        qkv = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_size)  # [T, H + 2K, D]
+        qkv = angles.rotate(self.norm_heads(qkv))
+        q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
+        store.store(self.index, kv, batch.slot_rows)
         out = attend(q, self.index, store, batch, scale=self.scale, window=self.window, cap=self.cap)  # [T, H * D]
         return self.o_proj(out)
 
-    def norm_heads(self, qk: Tensor) -> Tensor:
-        """Queries and keys [T, H + K, D] before they are rotated: Qwen 3 and Gemma 3 normalise them."""
-        return qk
+    def norm_heads(self, qkv: Tensor) -> Tensor:
+        """Queries, keys and values [T, H + 2K, D] before rotation: Qwen 3 and Gemma 3 normalise the first two."""
+        return qkv
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_up_proj(x), self.activation))
@@ -69,8 +66,11 @@ class LlamaModel:
         x = F.embedding(batch.tokens, self.embedding)
         if self.spec.embedding_scale != 1.0:
             x = x * self.spec.embedding_scale
-        angles = self.rotary.angles(batch.positions, x.dtype)
-        local = angles if self.local_rotary is self.rotary else self.local_rotary.angles(batch.positions, x.dtype)
+        num_rotated = self.spec.num_heads + self.spec.num_kv_heads
+        heads = (num_rotated, num_rotated + self.spec.num_kv_heads)
+        angles = local = self.rotary.angles(batch.positions, x.dtype, *heads)
+        if self.local_rotary is not self.rotary:
+            local = self.local_rotary.angles(batch.positions, x.dtype, *heads)
         for layer in self.layers:
             x = layer(x, local if layer.window else angles, batch, store)
         return self.norm(x)
