@@ -4,9 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
+PROMPTS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format sim bench clean
+
+.PHONY: help install serve test lint format sim equality bench clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -22,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 serve:          ## start the server (not there yet: says what works today)
-	@echo "quire serve: not yet. The scheduler, its cache and the simulator exist today; the real model and the"
-	@echo "server are the next two pieces (see README.md, 'What works today'). Try: make install && $(BIN)/quire sim"
+	@echo "quire serve: not yet. The model answers on the command line and from Python today; the server is the next"
+	@echo "piece (see README.md). Try: make install && $(BIN)/quire generate 'What is the capital of France?'"
 	@exit 1
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
@@ -42,7 +44,10 @@ format: $(STAMP)  ## let ruff rewrite the code
 sim: $(STAMP)   ## the proof, in seeded worlds: SEEDS=5000 for that many, 100:200 for those, @77 to replay one
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-bench: $(STAMP)  ## the core's cost per operation and per step
+equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind of company: PROMPTS=300
+	@$(BIN)/python -m tests.equality --prompts $(PROMPTS)
+
+bench: $(STAMP)  ## the core's cost per operation and per step; `quire bench` measures a model
 	$(BIN)/python benchmarks/core.py
 
 clean:          ## remove what the other targets made

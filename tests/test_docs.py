@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import app
+from quire.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOT_NAMES = {"name", "n > 1", "quire sim", "key -> children"}
+NOT_NAMES = {"name", "n > 1", "quire sim", "quire bench", "key -> children", "transformers"}
+# What makes an example of a page small enough for a test, by command.
+SMALLER = {
+    "sim": ["--requests", "60"],
+    "bench": ["--rounds", "1", "--clients", "2", "--prompt-tokens", "8", "--output-tokens", "2", "--only", "speedup"],
+}
 
 
 def defined_names() -> set[str]:
@@ -110,23 +115,43 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/simulator.md"], ids=lambda page: page.name)
-def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
+def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path) -> None:
+    del default_model  # is here now
     todo = commands(page)
     assert len(todo) >= 5
     for words in todo:
         if words[0] == "make":
             assert words[1] in make_targets(), words
             continue
-        # Fewer requests than the default, so that all examples together take seconds.
-        small = (
-            []
-            if any(word.endswith(".jsonl") and "--save-trace" not in words for word in words)
-            else ["--requests", "60"]
-        )
+        small = SMALLER.get(words[1], [])
+        if any(word.endswith(".jsonl") and "--save-trace" not in words for word in words):
+            small = []  # a recorded trace has its own number of requests
         command = [sys.executable, "-m", "quire", *words[1:], *small]
-        outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        outcome = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, input="Hi\n/exit\n"
+        )
         assert outcome.returncode == 0, f"{words}: {outcome.stderr}"
         assert outcome.stdout
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/generating.md"], ids=lambda page: page.name)
+def test_python_runs_as_written(page: Path, default_model: Path) -> None:
+    del default_model  # is here now
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        command = [sys.executable, "-W", "error", "-c", example]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        assert outcome.returncode == 0, f"{example}: {outcome.stderr}"
+        assert outcome.stdout
+        if "capital of France" in example:
+            assert "The capital of France is Paris." in outcome.stdout
+
+
+def test_every_command_is_there() -> None:
+    for name in COMMANDS:
+        command = getattr(importlib.import_module(f"quire.cli.{name}"), name)
+        assert command.__doc__
 
 
 def test_make_serve_says_honestly_that_it_is_not_there_yet() -> None:
@@ -134,7 +159,7 @@ def test_make_serve_says_honestly_that_it_is_not_there_yet() -> None:
         ["make", "-n", "serve"], cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ}
     )
     assert "not yet" in serve.stdout
-    assert "serve" not in [command.name for command in app.registered_commands]
+    assert "serve" not in COMMANDS
 
 
 def test_every_decision_is_listed() -> None:

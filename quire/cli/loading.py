@@ -158,9 +158,9 @@ class Speech:
 
     def say(self, text: str) -> None:
         if text:
+            self._is_line_open = not text.endswith("\n")  # first: a Ctrl-C may come right behind the flush
             sys.stdout.write(text.translate(_CONTROLS) if self._is_terminal else text)
             sys.stdout.flush()
-            self._is_line_open = not text.endswith("\n")
 
     def end_line(self) -> None:
         if self._is_line_open:

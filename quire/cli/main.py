@@ -1,32 +1,64 @@
-"""The `quire` command. Imports nothing heavy: subcommands load what they need when they run."""
+"""The `quire` command. Imports nothing but what it is asked to run: `quire --help` answers in a blink."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from quire import __version__
-from quire.cli.bench import bench
-from quire.cli.chat import chat
-from quire.cli.doctor import doctor
-from quire.cli.generate import generate
-from quire.cli.models import models
-from quire.cli.pull import pull
-from quire.cli.sim import sim
 from quire.errors import QuireError
 
+# name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py.
+COMMANDS: dict[str, str] = {
+    "generate": "Answer one prompt.",
+    "chat": "Talk with a model.",
+    "bench": "Measure a model here.",
+    "pull": "Fetch a model; with no name, the default one.",
+    "models": "List the models on this machine and the ones that can be fetched.",
+    "doctor": "Say what this machine has, what runs on it and how to get the rest.",
+    "sim": "Run the real scheduler on a trace.",
+}
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # plain help and plain errors, which name the value that was typed
+}
+
+
+class _Commands(TyperGroup):
+    """Finds a command's module when the command is asked for, not before."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"quire.cli.{cmd_name}")
+        command = typer.Typer(**_SETTINGS)
+        command.command(name=cmd_name)(getattr(module, cmd_name))
+        return get_command(command)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Run language models, from code one can read. Today: answers on the command line and from Python, and the"
     " scheduler with its simulator; the server is next.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help and plain errors, which name the value that was typed
+    **_SETTINGS,
 )
-for command in (generate, chat, bench, pull, models, doctor, sim):
-    app.command(name=command.__name__)(command)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -203,9 +203,7 @@ def test_without_caching_nothing_is_found_and_nothing_published() -> None:
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     cache = make_cache(num_blocks=3)
     cache.check_fits(7, 8)
-    with pytest.raises(
-        ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(all the KV pool .* 2 blocks"
-    ):
+    with pytest.raises(ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(all the KV pool .* 2 blocks"):
         cache.check_fits(8, 8)
     with pytest.raises(ContextTooLong, match=r"prompt of 8 tokens .* context of 7 tokens$"):
         cache.check_fits(8, 7)
