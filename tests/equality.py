@@ -145,9 +145,9 @@ def make_prompts(text: ModelText, count: int) -> list[tuple[int, ...]]:
     return [text.encode_chat(as_chat(question), text.spec.max_context) for question in questions(count)]
 
 
-def run_all(path: Path, count: int, tell: Callable[[str], None]) -> list[Outcome]:
+def run_all(path: Path, count: int, num_threads: int | None, tell: Callable[[str], None]) -> list[Outcome]:
     text = ModelText.open(path)
-    rig = Rig(path, num_blocks=1500, max_seqs=16, max_waiting=10_000)
+    rig = Rig(path, num_blocks=1500, max_seqs=16, max_waiting=10_000, num_threads=num_threads)
     try:
         alone = answer_alone(rig, make_prompts(text, count), tell)
         outcomes = [compare(rig, alone, name, tell) for name in CONDITIONS]
@@ -162,6 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--model")
+    parser.add_argument("--threads", type=int, help="all cores, unless others use them too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     start = time.monotonic()
@@ -171,7 +172,7 @@ def main() -> int:
         if is_terminal:
             print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
 
-    outcomes = run_all(resolve(options.model), options.prompts, tell)
+    outcomes = run_all(resolve(options.model), options.prompts, options.threads, tell)
     if options.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:

@@ -39,6 +39,16 @@ class Capacity:
     has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerFacts:
+    """What runs where, for people."""
+
+    backend: str  # with its version
+    device: str
+    dtype: str
+    num_threads: int  # 1 where the device has none of the host's
+
+
 class Runner(Protocol):
     """Executes plans strictly in order, so a block that is free may be reused by the next plan at once.
 
@@ -46,6 +56,11 @@ class Runner(Protocol):
     """
 
     def capacity(self) -> Capacity: ...
+
+    def facts(self) -> RunnerFacts: ...
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute on so many threads of the host from the next step on, where it computes there at all."""
 
     def forward(self, plan: StepPlan) -> None:
         """Enqueue a step: its copies, then its forward pass. Does not wait for the device."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from quire.backends.base import Capacity, TokenMasks
+from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan, StepResult
 from quire.errors import InvariantViolation
@@ -104,6 +104,12 @@ class FakeRunner:
 
     def capacity(self) -> Capacity:
         return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        return RunnerFacts("fake", "none", "none", 1)
+
+    def use_threads(self, num_threads: int) -> None:
+        del num_threads  # it has one
 
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:

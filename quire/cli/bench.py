@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.engine.bench import (
+from quire.engine.bench.report import (
     PARTS,
     BenchConfig,
     BenchReport,
@@ -29,8 +29,8 @@ from quire.engine.bench import (
     SpeedupReport,
     Stage,
     Tier,
-    run_bench,
 )
+from quire.engine.bench.run import run_bench
 from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:

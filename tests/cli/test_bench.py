@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from quire.cli import bench as command
-from quire.engine.bench import BenchConfig, BenchReport, Progress, run_bench
+from quire.engine.bench.report import BenchConfig, BenchReport, Progress
+from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest, MissingExtra, ModelNotFound, QuireError
 from tests.engine.test_bench import write_model

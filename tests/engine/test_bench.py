@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.bench import SENTENCES, BenchConfig, BenchReport, Stage, run_bench
+from quire.engine.bench.report import SENTENCES, BenchConfig, BenchReport, Stage
+from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 

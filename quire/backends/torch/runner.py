@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.backends.base import Capacity, TokenMasks
+from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.llama import LlamaModel
@@ -67,6 +67,16 @@ class TorchRunner:
 
     def capacity(self) -> Capacity:
         return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        device, dtype = self.store.device, str(self.store.dtype).removeprefix("torch.")
+        is_cpu = device.type == "cpu"
+        name = "cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})"
+        return RunnerFacts(f"torch {torch.__version__}", name, dtype, torch.get_num_threads() if is_cpu else 1)
+
+    def use_threads(self, num_threads: int) -> None:
+        if self.store.device.type == "cpu":
+            torch.set_num_threads(num_threads)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:

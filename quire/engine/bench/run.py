@@ -1,0 +1,79 @@
+"""The whole benchmark of a loaded model, part by part."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from quire.engine.bench.driving import Bench
+from quire.engine.bench.fairness import measure_fairness
+from quire.engine.bench.prefix import measure_prefix
+from quire.engine.bench.report import (
+    LIVE_TOKENS,
+    SHORT_ANSWER,
+    SHORT_PROMPT,
+    TAIL_TOKENS,
+    BenchConfig,
+    BenchReport,
+    Progress,
+    Setup,
+)
+from quire.engine.bench.speedup import measure_speedup
+from quire.engine.engine import Engine
+from quire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+
+def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
+    """Measure a loaded model that has nothing else to do. Leaves its prefix cache empty."""
+    _check_fits(llm.engine, config)
+    begun_s = time.perf_counter()
+    bench = Bench(llm, config, progress)
+    bench.warm_up()
+    speedup = measure_speedup(bench) if "speedup" in config.parts else None
+    prefix = measure_prefix(bench) if "prefix" in config.parts else None
+    fairness = measure_fairness(bench) if "fairness" in config.parts else None
+    llm.engine.scheduler.cache.clear()
+    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, fairness)
+
+
+def _check_fits(engine: Engine, config: BenchConfig) -> None:
+    """Refuse what could not run undisturbed: too long, or so much that requests would wait or be preempted."""
+    capacity, max_context = engine.capacity, engine.scheduler.max_context
+    if engine.has_work:
+        raise InvalidRequest("engine: it has requests of its own; a benchmark needs it alone")
+    longest = {"speedup": config.prompt_tokens + config.output_tokens, "fairness": SHORT_PROMPT + SHORT_ANSWER}
+    longest["prefix"] = config.head_tokens + TAIL_TOKENS + LIVE_TOKENS
+    for part in config.parts:
+        if longest[part] > max_context:
+            raise InvalidRequest(f"{part} needs {longest[part]} tokens of context, and the model has {max_context}")
+    if config.head_tokens % capacity.block_size:
+        raise InvalidRequest(f"head_tokens = {config.head_tokens} is not a multiple of {capacity.block_size = }")
+    if config.num_slots > capacity.max_seqs:
+        raise InvalidRequest(f"num_slots = {config.num_slots} is more than max_seqs = {capacity.max_seqs}")
+    most = max(config.batches, default=1) if "speedup" in config.parts else 1
+    if most > capacity.max_seqs:
+        raise InvalidRequest(f"clients = {most} is more than max_seqs = {capacity.max_seqs}")
+    num_needed = most * (-(-longest["speedup"] // capacity.block_size) + 1)
+    if "prefix" in config.parts:
+        num_own = -(-(TAIL_TOKENS + LIVE_TOKENS) // capacity.block_size) + 2
+        num_needed = max(num_needed, config.head_tokens // capacity.block_size + config.num_siblings * num_own)
+    if num_needed > capacity.num_blocks - 1:
+        raise InvalidRequest(f"num_blocks = {capacity.num_blocks} is too few: the run needs {num_needed + 1}")
+
+
+def _setup(llm: LLM) -> Setup:
+    capacity, facts = llm.engine.capacity, llm.engine.runner.facts()
+    return Setup(
+        model=llm.text.name,
+        backend=facts.backend,
+        device=facts.device,
+        dtype=facts.dtype,
+        num_threads=facts.num_threads,
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        max_seqs=capacity.max_seqs,
+        max_step_tokens=llm.config.max_step_tokens,
+    )
