@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
+from tests.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,9 @@ def default_model() -> Path:
         return pull()  # only looks, where it is here already
     except QuireError as error:
         pytest.fail(f"these tests need the default model {DEFAULT_MODEL}, and it could not be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model of random weights, for what does not need sense."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

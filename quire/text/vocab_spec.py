@@ -76,6 +76,9 @@ def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise UnsupportedModel(f"tokenizer.json: model.{name} = {str(model[name])[:40]!r} is not supported")
+    unknown = model.get("unk_token")
+    if unknown is not None and not isinstance(unknown, str):
+        raise ModelFileError(f"tokenizer.json: model.unk_token = {ascii(unknown)[:40]} is not a token")
     seen: dict[int, str] = {}
     for token, token_id in vocab.items():
         _check_id(token, token_id)
@@ -100,7 +103,7 @@ def check_spec(spec: dict[str, Any]) -> tuple[AddedToken, ...]:
 
 def _check_id(token: str, token_id: object) -> None:
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < MAX_VOCAB:
-        raise ModelFileError(f"token {token[:80]!r} has the id {str(token_id)[:40]}, not one in [0, {MAX_VOCAB})")
+        raise ModelFileError(f"token {token[:80]!r} has the id {ascii(token_id)[:40]}, not one in [0, {MAX_VOCAB})")
 
 
 def _checked_merges(merges: object, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -155,7 +158,7 @@ def decoder_kind(decoder: object) -> tuple[bool, bool]:
     parts = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ModelFileError("tokenizer.json: decoder.decoders is not a list of objects")
-    kinds = [part.get("type") for part in parts]
+    kinds = [str(part.get("type")) for part in parts]
     if kinds == ["ByteLevel"]:
         return True, False
     if kinds == ["Metaspace"]:

@@ -17,7 +17,6 @@ from quire.engine.bench.report import BenchConfig, BenchReport, Progress
 from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest, MissingExtra, ModelNotFound, QuireError
-from tests.engine.test_bench import write_model
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(command.bench)
@@ -25,8 +24,8 @@ SMALL = ("--clients", "1,2", "--clients", "3", "--rounds", "1", "--prompt-tokens
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("models") / "tiny"))
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 def refusal(*arguments: str) -> str:
@@ -94,7 +93,7 @@ def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.Monk
         (("--threads", "0"), "--threads 0 is not"),
         (("--device", "tpu"), "--device 'tpu' is not auto, cpu or cuda"),
         (("--dtype", "int3"), "--dtype 'int3' is not auto"),
-        (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 2048"),
+        (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 4096"),
     ],
 )
 def test_an_option_that_cannot_work_is_named(model: str, arguments: tuple[str, ...], message: str) -> None:

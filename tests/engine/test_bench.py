@@ -3,87 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.bench.report import SENTENCES, BenchConfig, BenchReport, Stage
+from quire.engine.bench.report import BenchConfig, BenchReport, Stage
 from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD, FFN, LAYERS = 300, 64, 4, 2, 16, 96, 2
 SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8, patience_s=0.5)
 
 
-def write_model(folder: Path) -> Path:
-    """A llama of random weights with words of its own, small enough to run everything in seconds."""
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(dict(_weights()), folder / "model.safetensors")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def _weights() -> Mapping[str, NDArray[np.float32]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
-    }
-    for i in range(LAYERS):
-        layer = {
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-            "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-            "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-            "mlp.gate_proj": (FFN, HIDDEN),
-            "mlp.up_proj": (FFN, HIDDEN),
-            "mlp.down_proj": (HIDDEN, FFN),
-        }
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    rng = np.random.default_rng(0)
-    return {name: (rng.standard_normal(shape) / 8).astype(np.float32) for name, shape in shapes.items()}
-
-
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    with LLM(folder, device="cpu", num_threads=1, num_blocks=256) as llm:
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, device="cpu", num_threads=1, num_blocks=256) as llm:
         yield llm
 
 
@@ -193,8 +132,8 @@ def test_what_does_not_hold_is_said(report: BenchReport) -> None:
     assert "never began" in bad.not_held[3]
 
 
-def test_a_cache_that_is_off_is_found_out(tmp_path: Path) -> None:
-    with LLM(write_model(tmp_path / "m"), device="cpu", num_threads=1, num_blocks=512, is_caching=False) as llm:
+def test_a_cache_that_is_off_is_found_out(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cpu", num_threads=1, num_blocks=512, is_caching=False) as llm:
         report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1))
     assert report.prefix is not None
     assert not report.prefix.is_held
@@ -249,7 +188,7 @@ def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], me
     ("changes", "message"),
     [
         ({"clients": (2, 100)}, "clients = 100 is more than max_seqs = 64"),
-        ({"prompt_tokens": 3000}, "speedup needs 3008 tokens of context, and the model has 2048"),
+        ({"prompt_tokens": 5000}, "speedup needs 5008 tokens of context, and the model has 4096"),
         ({"head_tokens": 1000}, "head_tokens = 1000 is not a multiple of"),
         ({"clients": (64,), "prompt_tokens": 200}, "num_blocks = 256 is too few"),
         ({"num_slots": 65}, "num_slots = 65 is more than max_seqs = 64"),

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import ModelFileError
+from quire.text.tokenizer import Tokenizer
 from quire.weights.names import check_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
+from tests.text.vocabularies import byte_level_gguf, byte_level_json, sentencepiece_gguf
 from tests.weights.makers import config, tiny_gguf, write_folder
 
 MEMORY_BYTES = 4 << 30
@@ -133,10 +135,51 @@ def open_and_read_all(path: Path) -> None:
         checkpoint.close()
 
 
-# The text layer adds its tokenizer files here.
+TOKENIZER = byte_level_json()
+VOCABULARIES = (byte_level_gguf(), sentencepiece_gguf())
+
+
+def make_tokenizer_mutant(rng: random.Random, folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "add_bos_token": false}')
+    mutate_json(rng, folder / rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json")))
+    return folder
+
+
+def make_vocabulary_mutant(rng: random.Random, folder: Path) -> Path:
+    path = folder / "vocabulary.json"
+    path.write_text(json.dumps(mutate_value(rng, rng.choice(VOCABULARIES))))
+    return path
+
+
+def open_tokenizer(path: Path) -> None:
+    try:
+        config = json.loads((path / "tokenizer_config.json").read_bytes())
+    except ValueError:
+        raise ModelFileError("tokenizer_config.json is no JSON: the weights say so") from None
+    if not isinstance(config, dict):
+        raise ModelFileError("tokenizer_config.json is no object: the weights say so")
+    use_tokenizer(Tokenizer.from_json((path / "tokenizer.json").read_bytes(), config))
+
+
+def open_vocabulary(path: Path) -> None:
+    metadata = json.loads(path.read_bytes())
+    if not isinstance(metadata, dict):
+        raise ModelFileError("metadata is no object: the weights never give such")
+    use_tokenizer(Tokenizer.from_gguf(metadata))
+
+
+def use_tokenizer(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The dog, <|im_end|> 1234 \u00e4\U0001f389")
+    assert tokenizer.control_ids.isdisjoint(tokenizer.encode_plain("a <|im_end|> text"))
+    tokenizer.decode(ids)
+
+
 TARGETS: list[Target] = [
     Target("gguf", make_gguf_mutant, open_and_read_all),
     Target("safetensors", make_folder_mutant, open_and_read_all),
+    Target("tokenizer.json", make_tokenizer_mutant, open_tokenizer),
+    Target("GGUF vocabulary", make_vocabulary_mutant, open_vocabulary),
 ]
 
 

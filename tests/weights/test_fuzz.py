@@ -8,7 +8,7 @@ import sys
 
 from tests.weights.fuzz_child import TARGETS
 
-MUTANTS = 1000  # of each target
+MUTANTS = 700  # of each target
 FIRST_SEED = 20_000
 
 
