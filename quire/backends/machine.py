@@ -21,8 +21,18 @@ def available_bytes() -> int:
     available = _from_meminfo()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(limit - used, 0))
+        available = min(available, max(limit - used + _cached_bytes(), 0))
     return available
+
+
+def _cached_bytes() -> int:
+    """Of a container: pages of files, which count as used and are given up when needed. Weights just read are such."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        counts = dict(line.split() for line in lines)
+        return int(counts["inactive_file"]) + int(counts["active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _from_meminfo() -> int:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256
+MIN_TEMPERATURE = 1e-4
+MIN_PENALTY = 1e-2
 
 
 class Priority(IntEnum):
@@ -65,7 +67,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _in_range("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, -(2**63), 2**64 - 1)
@@ -82,6 +84,15 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         check_tokens("stop_token_ids", self.stop_token_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Always the most probable token. So near 0, dividing by the temperature would overflow."""
+        return self.temperature < MIN_TEMPERATURE
+
+    def sample(self, index: int) -> SamplingParams:
+        """For one of the n samples of a prompt. What the model thinks of the prompt, only the first one asks."""
+        return self if index == 0 else replace(self, sample_index=index, prompt_logprobs=None)
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> None:
@@ -104,8 +115,12 @@ def check_salt(salt: str) -> None:
 
 def check_tokens(name: str, tokens: Sequence[int]) -> None:
     try:
-        array("I", tokens)  # a check at C speed: prompts are long
+        if not set(map(type, tokens)) <= {int}:  # checks at C speed: prompts are long. A bool is no token id
+            raise TypeError
+        array("I", tokens)
     except (TypeError, OverflowError):
+        if not isinstance(tokens, list | tuple | range | Mapping):
+            raise InvalidRequest(f"{name} = {tokens!r:.80} is not a list of token ids") from None
         position, token = next((i, t) for i, t in enumerate(tokens) if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
         raise InvalidRequest(f"{name}[{position}] = {token!r} is not a token id (0 to {MAX_TOKEN_ID})") from None
 

@@ -22,6 +22,15 @@ from quire.weights.opening import open_checkpoint
 BACKENDS: dict[str, tuple[str, str]] = {"torch": ("quire.backends.torch.build", "torch")}
 
 
+LIMITS = {
+    "block_size": 1024,
+    "max_seqs": 4096,
+    "max_step_tokens": 1 << 20,
+    "max_chunk_tokens": 1 << 20,
+    "max_waiting": 1 << 24,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that can be set, in plain values: it travels to the worker process as it is."""
@@ -51,10 +60,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
-        for name in ("block_size", "max_seqs", "max_step_tokens", "max_chunk_tokens", "max_waiting"):
+        for name, high in LIMITS.items():
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least 1")
+            if type(value) is not int or not 1 <= value <= high:
+                raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
+        if type(self.is_caching) is not bool:
+            raise InvalidRequest(f"is_caching = {self.is_caching!r} is not true or false")
+        if self.patience_s is not None:
+            if type(self.patience_s) not in (int, float):
+                raise InvalidRequest(f"patience_s = {self.patience_s!r} is not a number of seconds")
+            Aging(self.patience_s)  # refuses what is out of range
 
     def backend_options(self) -> BackendOptions:
         values = asdict(self)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from quire.backends.base import Runner
 from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason, Priority, Request, SamplingParams
+from quire.core.request import FinishReason, Priority, Request, SamplingParams, check_tokens
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, QuireError
 
 MAX_FAILED_STEPS = 3  # in a row: then it is not the requests
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineOutput(NamedTuple):
-    """News of one request. What the cache gave it comes with every one: it is known before the first token."""
+    """News of one request. What the cache gave it comes with the first: it is known before any token is."""
 
     request_id: int
     tokens: tuple[int, ...]
@@ -32,8 +32,8 @@ class EngineOutput(NamedTuple):
     error: str | None
 
 
-class BrokenRunner(RuntimeError):
-    """Step after step failed: the process that holds this runner should end, and a new one begin."""
+class BrokenRunner(QuireError):
+    """Step after step failed, each with other requests: it is not the requests, and this engine should be replaced."""
 
 
 class _InFlight(NamedTuple):
@@ -92,8 +92,9 @@ class Engine:
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
         """The answer is complete after so many tokens. No further output comes for it."""
+        was_alive = self.scheduler.finish(request_id, num_output_tokens)
         self._requests.pop(request_id, None)
-        return self.scheduler.finish(request_id, num_output_tokens)
+        return was_alive
 
     def step(self) -> list[EngineOutput]:
         """Plan a step and enqueue it, then collect the one before, or this one where nothing runs beside the host."""
@@ -124,7 +125,11 @@ class Engine:
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # what such a request left in the cache is not to be found by another
             self.scheduler.cache.clear()
-        return [self._output(update) for update in updates]
+        outputs = [self._output(update) for update in updates]
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            last = next((output.error for output in outputs if output.error), "")
+            raise BrokenRunner(f"{self._num_failed_steps} steps in a row failed; the last: {last}")
+        return outputs
 
     def _collect(self, step: _InFlight) -> StepResult:
         error = step.error
@@ -137,13 +142,12 @@ class Engine:
                 log.exception("a step of %d requests failed", len(step.plan.slices))
                 error = f"the step failed: {type(problem).__name__}: {problem}"
         self._num_failed_steps += 1
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise BrokenRunner(f"{self._num_failed_steps} steps in a row failed; the last: {error}")
         num_slices = len(step.plan.slices)
         return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
 
     def _output(self, update: TokenUpdate) -> EngineOutput:
         request = self._requests[update.request_id]
+        is_first = request.num_output_tokens <= len(update.tokens)
         if update.finish_reason is not None:
             del self._requests[update.request_id]
         return EngineOutput(
@@ -151,7 +155,7 @@ class Engine:
             update.tokens,
             update.finish_reason,
             request.num_cached_tokens,
-            request.cache_explanation,
+            request.cache_explanation if is_first else None,
             update.logprobs,
             update.prompt_logprobs,
             update.error,
@@ -159,6 +163,7 @@ class Engine:
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down."""
+        check_tokens("prompt", prompt)
         self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_context)
         for name, ids in (
             ("prompt", prompt),

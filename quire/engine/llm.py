@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
 from quire.engine.build import EngineConfig, make_engine
+from quire.engine.engine import EngineOutput
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -49,6 +49,7 @@ class LLM:
             raise
         self.max_context = self.engine.scheduler.max_context
         self._num_requests = 0
+        self.owners: dict[int, _Run] = {}  # request id -> whose it is: calls may be nested, streams interleaved
 
     def generate(
         self,
@@ -58,7 +59,9 @@ class LLM:
         on_output: OnOutput | None = None,
     ) -> list[GenerationOutput]:
         """Continue each prompt: text as it is, or token ids. A prompt that fails carries its error; others go on."""
-        todo: list[Prompt] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        if not isinstance(prompts, str | list | tuple):
+            raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
+        todo: list[Prompt] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
         requests = [self.text.request(self._encode(prompt), one) for prompt, one in _pair(todo, params)]
         return self._run(requests, on_output)
 
@@ -84,7 +87,7 @@ class LLM:
             while not run.is_finished:
                 yield from (delta for _, delta in run.step())
         finally:
-            run.cancel()
+            run.close()
 
     def cache_stats(self) -> CacheStats:
         return self.engine.scheduler.cache.stats()
@@ -106,7 +109,11 @@ class LLM:
         return self._num_requests
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
-        return self.text.encode(prompt, self.max_context) if isinstance(prompt, str) else tuple(prompt)
+        if isinstance(prompt, str):
+            return self.text.encode(prompt, self.max_context)
+        if not isinstance(prompt, list | tuple | range):
+            raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
+        return tuple(prompt)
 
     def _run(self, requests: Sequence[GenerationRequest], on_output: OnOutput | None) -> list[GenerationOutput]:
         run = _Run(self, requests)
@@ -116,7 +123,7 @@ class LLM:
                     if on_output is not None:
                         run.tell(on_output, number, delta)
         finally:
-            run.cancel()
+            run.close()
         return [answers.output() for answers in run.answers]
 
 
@@ -137,46 +144,59 @@ class _Run:
         self._todo = deque((number, index) for number, request in enumerate(requests) for index in range(request.n))
         self._parents: dict[int, int] = {}  # number of a request -> id of its first sample
         self._alive: dict[int, tuple[int, int]] = {}  # request id -> number of the request, index of the sample
+        self._deltas: list[tuple[int, Delta]] = []  # not told yet
+        self._silenced: set[int] = set()  # whose callback has raised
 
     @property
     def is_finished(self) -> bool:
-        return not self._alive and not self._todo
+        return not self._alive and not self._todo and not self._deltas
 
     def step(self) -> list[tuple[int, Delta]]:
-        self._fill()
-        deltas: list[tuple[int, Delta]] = []
-        with _interrupt_deferred():
-            outputs = self._engine.step()
-        for output in outputs:
-            place = self._alive.get(output.request_id)
-            if place is None:
-                continue
-            number, index = place
-            answers = self.answers[number]
-            try:
-                delta = answers.push(index, output)
-            except Exception as error:  # its text could not be made: it ends, the others do not
-                delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
-            if delta.finish_reason is not None:
-                self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
-            deltas.append((number, delta))
+        """What is new for this run. A step serves everyone, so another run's may have brought it."""
+        if not self._deltas:
+            self._fill()
+            with _interrupt_deferred():
+                outputs = self._engine.step()
+            for output in outputs:
+                if (owner := self._llm.owners.get(output.request_id)) is not None:
+                    owner.take(output)
+        deltas, self._deltas = self._deltas, []
         return deltas
 
+    def take(self, output: EngineOutput) -> None:
+        number, index = self._alive[output.request_id]
+        answers = self.answers[number]
+        try:
+            delta = answers.push(index, output)
+        except Exception as error:  # its text could not be made: it ends, the others do not
+            delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
+        if delta.finish_reason is not None:
+            self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
+        self._deltas.append((number, delta))
+
     def tell(self, on_output: OnOutput, number: int, delta: Delta) -> None:
-        """A callback that raises ends its own request."""
+        """A callback that raises ends its own request, and is not called for it again."""
+        if number in self._silenced:
+            return
         try:
             on_output(number, delta)
         except Exception as error:
+            self._silenced.add(number)
             message = f"its callback raised {type(error).__name__}: {error}"
-            for request_id, (other, index) in list(self._alive.items()):
+            self.answers[number].fail_all(message)
+            for request_id, (other, _) in list(self._alive.items()):
                 if other == number:
-                    self.answers[number].fail(index, message)
                     self._end(request_id, None, None)
+            self._todo = deque(place for place in self._todo if place[0] != number)
+            self._deltas = [entry for entry in self._deltas if entry[0] != number]
 
-    def cancel(self) -> None:
+    def close(self) -> None:
+        """Cancel what is left. The last run to end also collects the step that may still be in flight."""
         self._todo.clear()
         for request_id in list(self._alive):
             self._end(request_id, None, None)
+        while not self._llm.owners and self._engine.has_work:
+            self._engine.step()
 
     def _fill(self) -> None:
         """Let in as many as the queue takes: a caller may bring more prompts than a server would let wait."""
@@ -188,7 +208,7 @@ class _Run:
                 self._engine.add(
                     request_id,
                     request.prompt,
-                    replace(request.sampling, sample_index=index),
+                    request.sampling.sample(index),
                     priority=request.priority,
                     salt=request.salt,
                     parent_id=self._parents.get(number),
@@ -197,10 +217,11 @@ class _Run:
                 return
             self._todo.popleft()
             self._alive[request_id] = (number, index)
+            self._llm.owners[request_id] = self
             self._parents.setdefault(number, request_id)
 
     def _end(self, request_id: int, engine_reason: FinishReason | None, num_tokens: int | None) -> None:
-        del self._alive[request_id]
+        del self._alive[request_id], self._llm.owners[request_id]
         if engine_reason is not None:
             return  # the engine knows already
         if num_tokens is None:

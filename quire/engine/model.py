@@ -14,7 +14,7 @@ from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
-MAX_CHARS_PER_TOKEN = 16  # no text is longer than this in tokens of any model: refuse it before it is tokenised
+MAX_CHARS_PER_TOKEN = 16  # on average: a text with more is too long for any vocabulary, but for pages of blanks
 
 
 class ModelText:
@@ -46,6 +46,8 @@ class ModelText:
 
     def encode(self, text: str, max_context: int) -> tuple[int, ...]:
         """A raw prompt. Control strings in it are control tokens: it is the caller's whole prompt."""
+        if not isinstance(text, str):
+            raise InvalidRequest(f"prompt = {text!r:.80} is not text")
         limit = MAX_CHARS_PER_TOKEN * max_context
         if len(text) > limit:
             raise ContextTooLong(
@@ -72,8 +74,6 @@ class ModelText:
         priority: Priority = Priority.NORMAL,
         salt: str = "",
     ) -> GenerationRequest:
-        if not prompt:
-            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
         return GenerationRequest(
             prompt=tuple(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),

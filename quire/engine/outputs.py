@@ -96,7 +96,11 @@ class Answers:
         self._samples = [
             _Sample(
                 TextStream(
-                    tokenizer, stops=request.stop, include_stop=request.include_stop, skip_special=request.skip_special
+                    tokenizer,
+                    stops=request.stop,
+                    include_stop=request.include_stop,
+                    skip_special=request.skip_special,
+                    min_tokens=request.sampling.min_tokens,
                 )
             )
             for _ in range(request.n)
@@ -126,7 +130,7 @@ class Answers:
         """Take one output of sample `index`. A delta with `stop` set means: end it in the engine too."""
         sample = self._samples[index]
         if index == 0:
-            self._cached_tokens, self._cache = output.num_cached_tokens, output.cache
+            self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
         if output.prompt_logprobs is not None:
             self._take_prompt_logprobs(output.prompt_logprobs)
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were under way
@@ -149,12 +153,23 @@ class Answers:
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
 
+    def cancel(self, index: int) -> None:
+        """The caller has had enough: what there is of it is the answer."""
+        sample = self._samples[index]
+        if sample.finish_reason is None:
+            sample.finish_reason = FinishReason.CANCELLED
+
     def fail(self, index: int, error: str) -> Delta:
         """End a sample that cannot go on: its engine died, or its own text could not be made."""
         sample = self._samples[index]
         if sample.finish_reason is None:
             sample.finish_reason, sample.error = FinishReason.ERROR, error
         return Delta(index, "", (), (), sample.finish_reason, None, sample.error)
+
+    def fail_all(self, error: str) -> None:
+        """Even those that had ended: whoever asked for them could not take them."""
+        for sample in self._samples:
+            sample.finish_reason, sample.error = FinishReason.ERROR, error
 
     def result(self) -> GenerationOutput:
         """The whole answer. Raises RequestFailed if any sample failed."""

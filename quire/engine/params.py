@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from quire.core.request import Priority, SamplingParams, check_salt
+from quire.core.request import Priority, SamplingParams, check_salt, check_tokens
 from quire.errors import InvalidRequest
 from quire.text.stop_strings import StopStrings
 from quire.weights.spec import GenerationDefaults
@@ -48,8 +48,18 @@ class GenerationParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.n) is not int or not 1 <= self.n <= MAX_SAMPLES:
-            raise InvalidRequest(f"n = {self.n!r} is not a whole number from 1 to {MAX_SAMPLES}")
+        for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
+            if getattr(self, name) is None:  # clients send null for what they do not want
+                object.__setattr__(self, name, empty)
+        _check_samples(self.n)
+        for name in ("ignore_eos", "include_stop", "skip_special"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(f"logit_bias = {self.logit_bias!r:.80} is not a mapping of token ids to numbers")
+        if not isinstance(self.stop, str | list | tuple):
+            raise InvalidRequest(f"stop = {self.stop!r:.80} is not a string or a list of strings")
+        check_tokens("stop_token_ids", self.stop_token_ids)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
@@ -104,4 +114,16 @@ class GenerationRequest:
     salt: str = ""
 
     def __post_init__(self) -> None:
+        """The last door before an engine: what passes here disturbs nobody else's step."""
+        if not self.prompt:
+            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
+        check_tokens("prompt", self.prompt)
         check_salt(self.salt)
+        _check_samples(self.n)
+        if not isinstance(self.priority, Priority):
+            raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")
+
+
+def _check_samples(n: int) -> None:
+    if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
+        raise InvalidRequest(f"n = {n!r} is not a whole number from 1 to {MAX_SAMPLES}")

@@ -14,30 +14,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from quire.engine.wire import FrameReader, FrameWriter, FromWorker, ToWorker, Working, from_worker
+from quire.engine.wire import MAX_UNSENT, FrameReader, FrameWriter, FromWorker, ToWorker, Working, from_worker, pack
+from quire.errors import QueueFull
 
 HANG_LIMIT_S = 30.0  # without a sign of life, while there is work
 EXIT_LIMIT_S = 5.0  # for a process that was told to end
+STDERR = 2
 
 log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    def __init__(
-        self,
-        on_message: Callable[[FromWorker], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        """Starts the process. `on_end` is called once, with what happened, unless it was closed on purpose."""
+    """`on_end` is called once, with what happened, unless it was closed on purpose; `is_over` may be true before."""
+
+    def __init__(self, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_end = on_end
         self._limit_s = HANG_LIMIT_S
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "quire.engine.worker", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = _spawn(theirs.fileno())
         self._socket.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(self._socket)
@@ -56,14 +55,18 @@ class WorkerProcess:
         return self._is_over
 
     def send(self, message: ToWorker) -> None:
+        """Never waits. Raises QueueFull where the worker has more to read than it should."""
+        frame = pack(message)
         if self._is_over:
             return
+        if self._writer.num_unsent + len(frame) > MAX_UNSENT:
+            raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
         try:
-            self._writer.send(message)
+            self._writer.send(frame)
         except OSError as error:
-            self._end(f"cannot be reached: {error}")
+            self.end(f"cannot be reached: {error}")
             return
-        if self._writer.has_unsent:
+        if self._writer.num_unsent:
             self._loop.add_writer(self._socket, self._flush)
 
     def expect_news(self, limit_s: float | None) -> None:
@@ -76,11 +79,17 @@ class WorkerProcess:
             self._deadline_s = self._loop.time() + limit_s
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
-    async def close(self) -> None:
-        """End it: it leaves by itself when its socket closes; if not, it is killed."""
+    def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
+        """Nothing further is sent or taken. Reports when the process is gone; without a reason, by how it went."""
         if not self._is_over:
             self._detach()
-            await self._wait_or_kill()
+            self._ending = self._loop.create_task(self._report(reason, grace_s))
+
+    async def close(self) -> None:
+        """End it on purpose: it leaves by itself when its socket closes; if not, it is killed."""
+        if not self._is_over:
+            self._detach()
+            await self._wait_or_kill(EXIT_LIMIT_S)
         elif self._ending is not None:
             await self._ending
 
@@ -90,15 +99,15 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(f"cannot be reached: {error}")
+            self.end(f"cannot be reached: {error}")
             return
         if not data:
-            self._end("")
+            self.end()
             return
         try:
             messages = [from_worker.decode(frame) for frame in self._reader.feed(data)]
         except ValueError as error:
-            self._end(f"sent what is not a message: {error}")
+            self.end(f"sent what is not a message: {error}")
             return
         for message in messages:
             limit_s = self._limit_s
@@ -112,9 +121,9 @@ class WorkerProcess:
         try:
             self._writer.flush()
         except OSError as error:
-            self._end(f"cannot be reached: {error}")
+            self.end(f"cannot be reached: {error}")
             return
-        if not self._writer.has_unsent:
+        if not self._writer.num_unsent:
             self._loop.remove_writer(self._socket)
 
     def _check(self) -> None:
@@ -124,18 +133,13 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes where it hangs to stderr
-        self._end(f"gave no sign of life for {self._limit_s:g} s and was ended", grace_s=1.0)
-
-    def _end(self, reason: str, grace_s: float = EXIT_LIMIT_S) -> None:
-        if not self._is_over:
-            self._detach()
-            self._ending = self._loop.create_task(self._report(reason, grace_s))
+        self.end(f"gave no sign of life for {self._limit_s:g} s and was ended", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
         code = await self._wait_or_kill(grace_s)
         self._on_end(reason or _describe(code))
 
-    async def _wait_or_kill(self, grace_s: float = EXIT_LIMIT_S) -> int:
+    async def _wait_or_kill(self, grace_s: float) -> int:
         try:
             return await asyncio.to_thread(self._process.wait, grace_s)
         except subprocess.TimeoutExpired:
@@ -148,6 +152,18 @@ class WorkerProcess:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+
+
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    """With -P, so that no module of the current folder is run; what a library prints goes to stderr."""
+    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "quire.engine.worker", str(fd)],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=STDERR,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+    )
 
 
 def _describe(code: int) -> str:

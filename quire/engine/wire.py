@@ -16,7 +16,7 @@ from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
 
 MAX_FRAME = 256 << 20  # a forged or garbled length must not allocate the machine
-MAX_UNSENT = 64 << 20  # a peer that does not read this much is gone
+MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread is gone, or has enough to do
 _HEADER = Struct("<I")
 
 
@@ -28,12 +28,13 @@ class Load(msgspec.Struct, tag="load", frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    request_id: int
+    """One prompt and its samples: the prompt crosses once, however many there are."""
+
+    request_ids: tuple[int, ...]  # one a sample
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: Priority
     salt: str
-    parent_id: int | None
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -80,7 +81,7 @@ class Working(msgspec.Struct, tag="working", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    request_id: int
+    request_ids: tuple[int, ...]
     kind: str  # the name of an error of `quire.errors`
     message: str
 
@@ -150,15 +151,12 @@ class FrameWriter:
         self._num_unsent = 0
 
     @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
+    def num_unsent(self) -> int:
+        return self._num_unsent
 
-    def send(self, message: ToWorker | FromWorker) -> None:
-        data = pack(message)
-        self._num_unsent += len(data)
-        if self._num_unsent > MAX_UNSENT:
-            raise BrokenPipeError(f"{self._num_unsent} bytes are waiting to be read")
-        self._unsent.append(memoryview(data))
+    def send(self, frame: bytes) -> None:
+        self._num_unsent += len(frame)
+        self._unsent.append(memoryview(frame))
         self.flush()
 
     def flush(self) -> None:

@@ -15,14 +15,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quire.core.request import Request
+import msgspec
+
+from quire.core.request import Request, SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.build import make_engine
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineOutput
 from quire.engine.wire import (
+    MAX_UNSENT,
     Add,
     Cancel,
     Explain,
@@ -41,6 +44,7 @@ from quire.engine.wire import (
     Stepped,
     ToWorker,
     Working,
+    pack,
     to_worker,
 )
 from quire.errors import QuireError
@@ -48,6 +52,7 @@ from quire.errors import QuireError
 SIGN_OF_LIFE_S = 1.0  # at least this often while steps bring no news
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
+WARM_UP_TOKENS = 8
 
 log = logging.getLogger(__name__)
 
@@ -67,32 +72,49 @@ class Channel:
     def send(self, message: FromWorker) -> None:
         self.last_sent_s = time.monotonic()
         try:
-            self._writer.send(message)
+            self._writer.send(pack(message))
         except (BrokenPipeError, ConnectionResetError):
             raise Gone from None
+        if self._writer.num_unsent > MAX_UNSENT:
+            raise Gone
 
     def receive(self, *, wait: bool) -> list[ToWorker]:
-        """What has arrived. With `wait`, sleeps until something does."""
+        """All that has arrived. With `wait`, sleeps until a message has."""
+        messages: list[ToWorker] = []
         while True:
-            writing = [self._peer] if self._writer.has_unsent else []
-            readable, writable, _ = select.select([self._peer], writing, [], None if wait else 0)
+            is_done = bool(messages) or not wait
+            writing = [self._peer] if self._writer.num_unsent else []
+            readable, writable, _ = select.select([self._peer], writing, [], 0 if is_done else None)
             if writable:
                 self._flush()
-            if not readable:
-                if wait:
-                    continue
-                return []
-            try:
-                data = self._peer.recv(1 << 20)
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:
-                raise Gone from None
-            if not data:
-                raise Gone
-            messages = [to_worker.decode(frame) for frame in self._reader.feed(data)]
-            if messages or not wait:
+            if readable:
+                messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
+            elif is_done:
                 return messages
+
+    def _read(self) -> list[bytes]:
+        try:
+            data = self._peer.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except ConnectionResetError:
+            raise Gone from None
+        if not data:
+            raise Gone
+        return self._reader.feed(data)
+
+    def _decode(self, frame: bytes) -> ToWorker | None:
+        """A message that is none of ours ends the request it speaks of, and nobody else's."""
+        try:
+            message: ToWorker = to_worker.decode(frame)
+            return message
+        except msgspec.DecodeError as error:
+            log.error("a message could not be read: %s", error)
+            found = msgspec.msgpack.decode(frame)
+            ids = found.get("request_ids") if isinstance(found, dict) else None
+            if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+                self.send(Refused(tuple(ids), "InvalidRequest", str(error)))
+            return None
 
     def _flush(self) -> None:
         try:
@@ -130,13 +152,24 @@ class Worker:
             GetStats: self._stats,
         }
 
-    def run(self) -> None:
+    def warm_up(self) -> None:
+        """Two tokens of nothing: the first step of a run is slow, and the pace of steps must be known to judge them."""
+        self._engine.add(0, (0,) * WARM_UP_TOKENS, SamplingParams(temperature=0, max_tokens=2))
+        while self._engine.has_work:
+            self._timed_step()
+        self._engine.scheduler.cache.clear()
+
+    def run(self, waiting: Sequence[ToWorker] = ()) -> None:
         """Until the other side goes away."""
+        for message in waiting:
+            self._handlers[type(message)](message)
         while True:
             for message in self._channel.receive(wait=not self._engine.has_work):
                 self._handlers[type(message)](message)
             if self._engine.has_work:
-                self._step()
+                outputs = self._timed_step()
+                if outputs or time.monotonic() - self._channel.last_sent_s > SIGN_OF_LIFE_S:
+                    self._channel.send(Stepped(tuple(outputs)))
 
     def _announce(self, plan: StepPlan) -> None:
         self._num_step_tokens = plan.num_tokens
@@ -144,26 +177,30 @@ class Worker:
         if predicted_s > LONG_STEP_S:
             self._channel.send(Working(PATIENCE_FACTOR * predicted_s))
 
-    def _step(self) -> None:
+    def _timed_step(self) -> list[EngineOutput]:
         start_s = time.monotonic()
         outputs = self._engine.step()
-        now_s = time.monotonic()
-        self._pace.learn(self._num_step_tokens, now_s - start_s)
-        if outputs or now_s - self._channel.last_sent_s > SIGN_OF_LIFE_S:
-            self._channel.send(Stepped(tuple(outputs)))
+        self._pace.learn(self._num_step_tokens, time.monotonic() - start_s)
+        return outputs
 
     def _add(self, message: Add) -> None:
+        """All samples or none."""
+        added: list[int] = []
         try:
-            self._engine.add(
-                message.request_id,
-                message.prompt,
-                message.sampling,
-                priority=message.priority,
-                salt=message.salt,
-                parent_id=message.parent_id,
-            )
+            for index, request_id in enumerate(message.request_ids):
+                self._engine.add(
+                    request_id,
+                    message.prompt,
+                    message.sampling.sample(index),
+                    priority=message.priority,
+                    salt=message.salt,
+                    parent_id=message.request_ids[0] if index else None,
+                )
+                added.append(request_id)
         except QuireError as error:
-            self._channel.send(Refused(message.request_id, type(error).__name__, str(error)))
+            for request_id in added:
+                self._engine.cancel(request_id)
+            self._channel.send(Refused(message.request_ids, type(error).__name__, str(error)))
 
     def _cancel(self, message: Cancel) -> None:
         self._engine.cancel(message.request_id)
@@ -207,12 +244,14 @@ def serve(peer: socket.socket) -> int:
 
 def _load_and_run(channel: Channel) -> int:
     first, *rest = channel.receive(wait=True)
-    if not isinstance(first, Load) or rest:
-        raise ValueError(f"the first message is {type(first).__name__}, not Load alone")
+    if not isinstance(first, Load):
+        raise ValueError(f"the first message is {type(first).__name__}, not Load")
     engine = make_engine(Path(first.path), first.config, _Throttled(channel))
-    channel.send(Ready(engine.capacity, engine.scheduler.max_context))
     try:
-        Worker(channel, engine).run()
+        worker = Worker(channel, engine)
+        worker.warm_up()
+        channel.send(Ready(engine.capacity, engine.scheduler.max_context))
+        worker.run(rest)
     finally:
         engine.close()
     return 0

@@ -40,9 +40,12 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
         keep_prefix_space: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """Text of the first `min_tokens` tokens is not searched for stop strings: the answer must be that long."""
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, keep_prefix_space=keep_prefix_space)
         self._stops = StopStrings(stops, include_stop=include_stop)
+        self._min_tokens = min_tokens
         self.num_tokens = 0  # of the whole answer, so far
         self.num_chars = 0  # that tokens have become, shown or held back
         self.stop: str | None = None
@@ -57,10 +60,13 @@ class TextStream:
             text = self._detokenizer.push((token_id,))
             tokens.append(TokenText(token_id, text, self.num_chars))
             self.num_chars += len(text)
+            self.num_tokens += 1
+            if self.num_tokens <= self._min_tokens:
+                shown.append(text)
+                continue
             match = self._stops.push(text)
             shown.append(match.text)
             self.stop = match.stop
-        self.num_tokens += len(tokens)
         return TextDelta("".join(shown), len(tokens), self.stop if tokens else None, tuple(tokens))
 
     def finish(self) -> TextDelta:

@@ -180,6 +180,23 @@ def test_a_runner_that_keeps_failing_ends_the_engine() -> None:
     engine.add(9, [1, 2], GREEDY)
     with pytest.raises(BrokenRunner, match="device lost"):
         engine.step()
+    check_scheduler(engine.scheduler)  # whoever keeps it may go on: nothing is held
+    assert not engine.has_work
+    runner.in_forward = lambda _: None
+    engine.add(10, [1, 2], GREEDY)
+    assert tokens(drain(engine)[10]) == alone([1, 2])
+    runner.in_forward = fail  # and the count begins anew
+    engine.add(11, [1, 2], GREEDY)
+    assert engine.step()[0].finish_reason is FinishReason.ERROR
+
+
+def test_a_finish_that_is_refused_changes_nothing() -> None:
+    engine = make(FakeRunner(replace(CAPACITY, has_overlap=False)))
+    engine.add(1, [1, 2, 3], GREEDY)
+    engine.step()
+    with pytest.raises(InvalidRequest, match="more than the 1 there are"):
+        engine.finish(1, 5)
+    assert tokens(drain(engine)[1]) == alone([1, 2, 3])[1:]
 
 
 @pytest.mark.parametrize(

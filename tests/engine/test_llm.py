@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from quire.core.check import check_scheduler
 from quire.core.request import FinishReason
+from quire.engine.engine import EngineOutput
 from quire.engine.llm import LLM, Conversation, Prompt
 from quire.engine.outputs import Answers, Delta
 from quire.engine.params import GenerationParams
@@ -126,6 +129,76 @@ def test_a_stream_left_early_is_cancelled(llm: LLM) -> None:
     stream.close()
 
 
+def test_streams_may_be_interleaved_and_calls_nested(llm: LLM) -> None:
+    params = GenerationParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = ["The quick", "Ein kleiner", "does not"]
+    alone = [llm.generate(prompt, params)[0].text for prompt in prompts]
+    one, two = (llm.stream(llm.text.request(llm.text.encode(prompt, 100), params)) for prompt in prompts[:2])
+    texts = ["", ""]
+    for first, second in zip(one, two, strict=False):
+        texts[0] += first.text
+        texts[1] += second.text
+        assert llm.generate(prompts[2], params)[0].text == alone[2]
+    texts[0] += "".join(delta.text for delta in one)
+    texts[1] += "".join(delta.text for delta in two)
+    assert texts == alone[:2]
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, was_whole = llm.engine.step, []
+
+    def interrupted() -> list[EngineOutput]:
+        os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        was_whole.append(True)
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("The quick", SHORT)
+    assert was_whole
+    monkeypatch.undo()
+    assert llm.generate("The quick", SHORT)[0].usage.completion_tokens == 6
+
+
+def test_a_minimum_holds_against_stop_strings_too(llm: LLM) -> None:
+    whole = llm.generate("The quick", GenerationParams(temperature=0, max_tokens=30, ignore_eos=True))[0].text
+    stop = whole[1:3]
+    long = GenerationParams(temperature=0, max_tokens=30, min_tokens=10, stop=stop, ignore_eos=True)
+    assert llm.generate("The quick", long)[0].usage.completion_tokens >= 10
+    short = GenerationParams(temperature=0, max_tokens=30, stop=stop, ignore_eos=True)
+    assert llm.generate("The quick", short)[0].usage.completion_tokens < 10
+
+
+def test_a_callback_that_fails_at_the_end_or_with_samples_to_come_is_not_called_again(llm: LLM) -> None:
+    calls: list[int] = []
+
+    def fail(number: int, _delta: Delta) -> None:
+        if number == 0:
+            calls.append(number)
+            raise RuntimeError("broken")
+
+    params = GenerationParams(n=20, seed=1, max_tokens=1, ignore_eos=True)
+    outputs = llm.generate(["The", "dog"], [params, SHORT], on_output=fail)
+    assert len(calls) == 1
+    assert "broken" in (outputs[0].completions[0].error or "")
+    assert outputs[1].completions[0].error is None
+
+
+def test_numbers_too_small_to_divide_by_do_no_harm(llm: LLM) -> None:
+    (greedy,) = llm.generate("The quick", SHORT)
+    (tiny,) = llm.generate("The quick", GenerationParams(temperature=1e-30, max_tokens=6, ignore_eos=True))
+    assert tiny.text == greedy.text
+    with pytest.raises(InvalidRequest, match="repetition_penalty = 1e-40"):
+        GenerationParams(repetition_penalty=1e-40)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"hello", {"a": 1}, [["a"]], [None], [[1.5]], [b"x"]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate(prompts, SHORT)
+
+
 def test_an_interrupted_call_leaves_nothing(llm: LLM) -> None:
     def interrupt(_number: int, _delta: Delta) -> None:
         raise KeyboardInterrupt
@@ -149,6 +222,10 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
     with pytest.raises(InvalidRequest, match="max_sequences"):
         LLM(tiny_model, max_sequences=3)
+    wrong: dict[str, Any] = {"block_size": 10**7, "max_seqs": 10**8, "patience_s": "x", "is_caching": "no"}
+    for name in wrong:
+        with pytest.raises(InvalidRequest, match=f"{name} = "):
+            LLM(tiny_model, **{name: wrong[name]})
     with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
         LLM(tiny_model, dtype="int3")
     with pytest.raises(InvalidRequest, match="kv_bytes = 10 is less"):

@@ -139,11 +139,23 @@ def test_a_failed_sample_raises_from_result_and_is_told_in_output(tokenizer: Tok
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens = 5"),
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"seed": 2**70}, "seed ="),
+        ({"stop": 5}, "stop = 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids = 5"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids\[0\] = True"),
+        ({"logit_bias": [1]}, r"logit_bias = \[1\]"),
+        ({"logit_bias": {True: 1.0}}, r"logit_bias\[0\] = True"),
+        ({"ignore_eos": "no"}, "ignore_eos = 'no'"),
     ],
 )
 def test_bad_params_are_refused_by_name_and_value(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         GenerationParams(**fields)
+
+
+def test_null_means_nothing() -> None:
+    """Clients send it for what they do not want."""
+    params = GenerationParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert (params.stops, params.stop_token_ids, params.logit_bias) == ((), (), {})
 
 
 def test_the_callers_word_wins_over_the_models_and_that_over_the_neutral() -> None:

@@ -24,7 +24,7 @@ from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.wire import Add, Cancel, FrameReader, Stepped, from_worker, pack, to_worker
-from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, RequestFailed, WorkerDied
+from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 
 T = TypeVar("T")
 LIMIT_S = 120.0
@@ -47,6 +47,13 @@ async def client(path: Path, **settings: Any) -> AsyncIterator[EngineClient]:
         text.close()
 
 
+async def usage(engine: EngineClient) -> tuple[int, int, int]:
+    """Running, waiting, blocks in use."""
+    stats = await engine.stats()
+    assert stats is not None
+    return stats.num_running, stats.num_waiting, stats.cache.num_in_use
+
+
 async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
@@ -65,8 +72,7 @@ def test_requests_are_served_together_and_loading_is_told(tiny_model: Path) -> N
             together = await asyncio.gather(*(engine.generate(request(engine, prompt)) for prompt in prompts))
             assert [output.text for output in together[:3]] == alone
             assert all(output.usage.completion_tokens == 8 for output in together)
-            stats = await engine.stats()
-            assert (stats.num_running, stats.num_waiting, stats.cache.num_in_use) == (0, 0, 0)
+            assert await usage(engine) == (0, 0, 0)
         assert told[-1][0] == told[-1][1] > 0
 
     run(work())
@@ -100,9 +106,12 @@ def test_leaving_early_frees_the_blocks(tiny_model: Path) -> None:
                 async for _ in deltas:
                     break
             other = await engine.submit(request(engine, max_tokens=2000))
+            waiting = asyncio.create_task(other.result())
+            await asyncio.sleep(0.1)
             other.cancel()
-            stats = await engine.stats()
-            assert (stats.num_running, stats.num_waiting, stats.cache.num_in_use) == (0, 0, 0)
+            output = await waiting  # whoever waits comes to the end, with what there is
+            assert output.completions[0].finish_reason is FinishReason.CANCELLED
+            assert await usage(engine) == (0, 0, 0)
 
     run(work())
 
@@ -181,7 +190,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(tiny_model: Path, monke
             with pytest.raises(RequestFailed, match="detokeniser"):
                 await bad.result()
             assert (await good.result()).usage.completion_tokens == 100
-            assert (await engine.stats()).cache.num_in_use == 0
+            assert await usage(engine) == (0, 0, 0)
 
     run(work())
 
@@ -195,9 +204,190 @@ def test_a_stop_string_ends_the_request_over_there(tiny_model: Path) -> None:
             assert output.text == whole.text[: whole.text.index(stop)]
             assert output.completions[0].finish_reason is FinishReason.STOP
             assert output.usage.completion_tokens < 60
-            assert (await engine.stats()).num_running == 0
+            assert await usage(engine) == (0, 0, 0)
 
     run(work())
+
+
+def test_whoever_stops_waiting_for_a_load_disturbs_nobody(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            asked = request(engine)
+            first = asyncio.create_task(engine.start())
+            await asyncio.sleep(0.2)
+            second = asyncio.create_task(engine.generate(asked))
+            third = asyncio.create_task(engine.generate(asked))
+            await asyncio.sleep(0.1)
+            pid = engine.worker_pid
+            first.cancel()
+            second.cancel()
+            assert (await third).usage.completion_tokens == 8
+            assert (await engine.generate(asked)).usage.completion_tokens == 8
+            assert engine.worker_pid == pid
+
+    run(work())
+
+
+def test_a_successor_does_not_suffer_for_its_predecessor(tiny_model: Path) -> None:
+    """The old one is reported dead a second after it is given up; by then there is a new one."""
+
+    async def work() -> None:
+        async with client(tiny_model, hang_limit_s=1.0) as engine:
+            await engine.start()
+            pid = engine.worker_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            lost = asyncio.create_task(engine.generate(request(engine)))
+            while engine.worker_pid == pid:
+                await asyncio.sleep(0.01)
+            assert not lost.done()
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+            with pytest.raises(WorkerDied):
+                await lost
+
+    run(work())
+
+
+def test_a_second_try_at_a_model_that_cannot_be_loaded_says_so_again(tiny_model: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            broken = tmp_path / "broken.gguf"
+            broken.write_bytes(b"GGUF")
+            good, engine._path = engine._path, broken
+            for _ in range(2):
+                with pytest.raises(ModelFileError):
+                    await engine.start()
+            engine._path = good
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+
+    run(work())
+
+
+def test_deaths_in_a_row_are_waited_for_and_a_close_in_between_is_final(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            sleep = asyncio.sleep
+
+            async def note(delay_s: float) -> None:
+                waits.append(delay_s)
+                await sleep(0)
+
+            for _ in range(3):
+                await engine.start()
+                pid = engine.worker_pid
+                assert pid is not None
+                with monkeypatch.context() as patch:
+                    patch.setattr("quire.engine.client.asyncio.sleep", note)
+                    os.kill(pid, signal.SIGKILL)
+                    while engine.worker_pid == pid or engine._num_early_deaths == 0:
+                        await sleep(0.01)
+                    await sleep(0.3)
+                    await engine.start()
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+            waiting = asyncio.create_task(engine.start())
+            await engine.close()
+            with pytest.raises(WorkerDied, match="closed"):
+                await engine.start()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert engine.worker_pid is None
+
+    run(work())
+    assert waits[:2] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True, 5], ["x"], [-1], []])
+def test_a_prompt_that_is_none_is_refused_before_it_reaches_anybody(tiny_model: Path, prompt: list[Any]) -> None:
+    text = ModelText.open(tiny_model)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        text.request(prompt, GenerationParams())
+    text.close()
+    with pytest.raises(InvalidRequest, match="priority = 7"):
+        GenerationRequest((1,), SamplingParams(), priority=7)  # type: ignore[arg-type]
+
+
+def test_a_forged_message_ends_its_own_request(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            running = await engine.submit(request(engine, max_tokens=60))
+            forged = await engine.submit(request(engine, max_tokens=60))
+            assert engine._link is not None
+            ids = list(forged.request_ids)
+            raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
+            engine._link.process._writer.send(len(raw).to_bytes(4, "little") + raw)
+            with pytest.raises(InvalidRequest):
+                await forged.result()
+            assert (await running.result()).usage.completion_tokens == 60
+
+    run(work())
+
+
+def test_more_than_the_worker_reads_is_refused_and_nobody_is_hurt(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            innocent = await engine.submit(request(engine, max_tokens=30))
+            large = GenerationRequest((70_000,) * 3_000_000, request(engine).sampling)
+            with pytest.raises((QueueFull, ContextTooLong)) as caught:
+                await asyncio.gather(*[engine.generate(large) for _ in range(8)])
+            assert caught.type in (QueueFull, ContextTooLong)
+            assert (await innocent.result()).usage.completion_tokens == 30
+
+    run(work())
+
+
+def test_asking_after_a_model_does_not_load_it(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            assert await engine.stats() is None
+            assert (await engine.explain((1, 2, 3))).num_tokens == 0
+            assert engine.worker_pid is None
+
+    run(work())
+
+
+def test_a_callback_of_loading_that_raises_is_dropped(tiny_model: Path) -> None:
+    async def work() -> None:
+        def fail(_done: int, _total: int) -> None:
+            raise RuntimeError("no terminal")
+
+        async with client(tiny_model, on_loading=fail) as engine:
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+
+    run(work())
+
+
+def test_a_client_belongs_to_one_event_loop(tiny_model: Path) -> None:
+    text = ModelText.open(tiny_model)
+    engine = EngineClient(tiny_model, text, EngineConfig(num_blocks=50, num_threads=1))
+
+    async def use() -> None:
+        await engine.start()
+
+    async def use_and_close() -> None:
+        async with engine:
+            await use()
+
+    run(use_and_close())
+    with pytest.raises(InvalidRequest, match="another event loop"):
+        run(use())
+    text.close()
+
+
+def test_no_module_of_the_current_folder_runs_in_the_worker(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("open('HACKED', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+
+    async def work() -> None:
+        async with client(tiny_model) as engine:
+            await engine.generate(request(engine))
+
+    run(work())
+    assert not (tmp_path / "HACKED").exists()
 
 
 def cpu_ticks(pid: int) -> int:
@@ -284,7 +474,7 @@ def test_garbage_is_refused_not_obeyed() -> None:
         to_worker.decode(msgspec.msgpack.encode({"type": "add", "request_id": "x"}))
     with pytest.raises(msgspec.ValidationError):
         from_worker.decode(msgspec.msgpack.encode({"type": "exec", "code": "1"}))
-    fields = {"request_id": 1, "prompt": [1], "priority": 1, "salt": "", "parent_id": None}
+    fields = {"request_ids": [1], "prompt": [1], "priority": 1, "salt": ""}
     forged = msgspec.msgpack.encode({"type": "add", "sampling": {"temperature": 1e9}, **fields})
     with pytest.raises(msgspec.ValidationError, match="temperature"):
         to_worker.decode(forged)
@@ -292,6 +482,6 @@ def test_garbage_is_refused_not_obeyed() -> None:
 
 def test_messages_come_back_as_they_were() -> None:
     sampling = SamplingParams(logit_bias={5: 1.5}, seed=2**63 - 1, logprobs=2)
-    message = Add(1, (1, 2), sampling, Priority.LOW, "salt", None)
+    message = Add((1, 2), (1, 2), sampling, Priority.LOW, "salt")
     assert to_worker.decode(pack(message)[4:]) == message
     assert from_worker.decode(pack(Stepped(()))[4:]) == Stepped(())

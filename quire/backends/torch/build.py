@@ -17,6 +17,7 @@ from quire.weights.spec import ModelSpec
 CPU_SHARE = 0.4  # of the memory available once the weights are loaded, for the KV pool
 CPU_CAP = 4 << 30  # a laptop has other things to do
 CUDA_SHARE = 0.9
+MIN_POOL_TOKENS = 512  # a pool chosen by quire that holds less is no use to anybody
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -88,5 +89,11 @@ def _num_blocks(
         num_blocks = blocks_in(options.kv_bytes, spec, options.block_size, dtype)
     else:
         budget = int(free * CUDA_SHARE) if is_cuda else min(int(free * CPU_SHARE), CPU_CAP)
-        num_blocks = max(budget // per_block, 2)
+        num_blocks = budget // per_block
+        num_tokens = (num_blocks - 1) * options.block_size
+        if num_tokens < min(MIN_POOL_TOKENS, max_context):
+            raise InvalidRequest(
+                f"kv_bytes: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a context of"
+                f" {max(num_tokens, 0)} tokens. Free some memory, or say how much to take"
+            )
     return min(num_blocks, options.max_seqs * -(-max_context // options.block_size) + 1)  # everyone at full length

@@ -28,8 +28,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if num_rows <= 3:
         return torch.cat([F.linear(x[row : row + 1], weight, bias) for row in range(num_rows)])
-    out = torch.mm(weight, x.t()).t()
-    return out.contiguous() if bias is None else out + bias
+    out = torch.mm(weight, x.t()).t().contiguous()
+    return out if bias is None else out.add_(bias)
 
 
 class Linear:
@@ -57,7 +57,7 @@ class RMSNorm:
         self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or x.dtype != torch.float32:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         # On a CPU rms_norm is eight small operations. Four do: sqrt(mean + eps) is hypot(norm, floor) / sqrt(size).
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -36,6 +36,7 @@ class _Forwarded:
     batch: Batch
     rows: tuple[int, ...]  # which slices of the batch sample
     logits: Tensor | None  # [S, V]
+    is_sound: Tensor  # [slices]: whether its last hidden state is made of numbers
     prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
 
 
@@ -93,7 +94,9 @@ class TorchRunner:
             wanted = [batch.last_rows[row] for row in rows]
             is_all = len(wanted) == hidden.shape[0]
             logits = self.model.logits(hidden if is_all else hidden[wanted])
-        self._forwarded = _Forwarded(batch, rows, logits, self._prompt_logprobs(batch, hidden))
+        # A NaN anywhere in a context reaches its last row: found there, it is found in prompts under way too.
+        is_sound = torch.isfinite(hidden[list(batch.last_rows)].float().sum(-1))
+        self._forwarded = _Forwarded(batch, rows, logits, is_sound, self._prompt_logprobs(batch, hidden))
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None) -> None:
@@ -118,7 +121,9 @@ class TorchRunner:
         batch = step.forwarded.batch
         tokens: list[tuple[int, ...]] = [()] * len(batch.slices)
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        failures: dict[int, str] = {}
+        failures = {
+            batch.order[row]: BROKEN for row, is_sound in enumerate(step.forwarded.is_sound.tolist()) if not is_sound
+        }
         if step.sampled is not None:
             chosen = step.sampled.tokens.tolist()
             broken, blocked = step.sampled.is_broken.tolist(), step.sampled.is_blocked.tolist()
@@ -130,11 +135,17 @@ class TorchRunner:
                     logprobs[index] = (ranked[place],)
                 if broken[place]:
                     failures[index] = BROKEN
-                    self.store.purge(batch.slices[row].block_table)
                 elif blocked[place]:
-                    failures[index] = BLOCKED
+                    failures.setdefault(index, BLOCKED)
         is_poisoned = BROKEN in failures.values()
+        if is_poisoned:
+            self._purge(batch, failures)
         return StepResult(tuple(tokens), logprobs, step.forwarded.prompt_logprobs, failures, is_poisoned)
+
+    def _purge(self, batch: Batch, failures: Mapping[int, str]) -> None:
+        for row, piece in enumerate(batch.slices):
+            if failures.get(batch.order[row]) == BROKEN:
+                self.store.purge(piece.block_table)
 
     def abandon(self) -> None:
         """Forget a pass that raised, so that the next plan can run."""

@@ -123,12 +123,12 @@ def sample(
         _forbid(logits, rows, masks)
         best = logits.max(-1)
     tokens = best.indices
-    drawn = [index for index, piece in enumerate(rows) if piece.sampling.temperature > 0]
+    drawn = [index for index, piece in enumerate(rows) if not piece.sampling.is_greedy]
     if len(drawn) == len(rows):
         tokens = _draw(logits, rows)
     elif drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])
-    is_blocked = torch.isneginf(best.values)
+    is_blocked = ~(torch.isfinite(best.values) | is_broken)
     return Sampled(tokens, is_broken, is_blocked, None if raw is None else _logprobs(*raw, rows, tokens))
 
 

@@ -97,11 +97,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 class Reference:
     """What `transformers` says of the same weights."""
 
-    def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
+    def __init__(self, name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
         config = FAMILIES[name]()
+        for field, value in changes.items():
+            setattr(config, field, value)
         config._attn_implementation = "eager"
         self.model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         self.model.eval().float()

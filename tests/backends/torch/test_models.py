@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
+from quire.backends.torch.runner import TorchRunner
 from tests.backends.torch.families import FAMILIES, Reference
 from tests.backends.torch.rig import Answer, Rig, same_rows
 
@@ -97,6 +100,77 @@ def test_after_preemption(pair: tuple[Reference, Rig]) -> None:
     assert any(request is not None and request.num_preemptions for request in requests)
     for prompt, request_id in zip(prompts, ids, strict=True):
         check(reference, prompt, answers[request_id])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3"])
+def test_prompts_longer_than_one_call_of_attention(name: str, tmp_path: Path) -> None:
+    """From position 512 on queries are attended apart, and contexts fall into other groups."""
+    reference = Reference(name, tmp_path, max_position_embeddings=2048)
+    rig = Rig(tmp_path, max_chunk_tokens=2048, num_blocks=200)
+    long, short = random_prompt(6, 1100), random_prompt(7, 40)
+    ids = rig.start(short, 12), rig.start(long, 6, prompt_logprobs=160), rig.start(random_prompt(8, 300), 12)
+    answers = rig.run(*ids)
+    check(reference, short, answers[ids[0]])
+    check(reference, long, answers[ids[1]])
+    check(reference, random_prompt(8, 300), answers[ids[2]])
+    assert sorted(answers[ids[1]].prompt_rows) == list(range(1, 1100))
+    assert not answers[ids[0]].prompt_rows
+    expected = reference.logprobs(long)
+    for position, row in answers[ids[1]].prompt_rows.items():
+        assert float((row - expected[position - 1]).abs().max()) < BOUND
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_other_block_sizes(block_size: int, tmp_path: Path) -> None:
+    reference = Reference("llama", tmp_path)
+    rig = Rig(tmp_path, block_size=block_size, num_blocks=1000)
+    prompt = random_prompt(9, HEAD)
+    check(reference, prompt, rig.answer(prompt, 5), rig.answer(prompt, 5))
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_penalties_see_the_whole_answer(overlap: bool, tmp_path: Path) -> None:
+    """In a step that is planned before the last token is known, too."""
+    Reference("llama", tmp_path)
+    rig = Rig(tmp_path)
+    rig.reset(overlap=overlap)
+    prompt = random_prompt(10, 20)
+    answer = rig.answer(prompt, 30, frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.3)
+    for position, row in enumerate(answer.rows):
+        adjusted = row.clone()  # log-probabilities differ from logits by a constant, which repetition would see
+        said = answer.tokens[:position]
+        if position and said:
+            for token in set(said):
+                adjusted[token] -= 2.0 * said.count(token) + 2.0
+        best = int(adjusted.argmax())
+        assert answer.tokens[position] == best or answer.tokens[position] not in said
+    assert len(set(answer.tokens)) > 20  # without the penalties it repeats itself
+    rig.engine.close()
+
+
+def test_what_is_not_a_number_ends_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    """A poisoned embedding: every context with that token is lost, whole or half computed, and no other."""
+    reference = Reference("llama", tmp_path)
+    rig = Rig(tmp_path, num_blocks=12)
+    runner = rig.engine.runner
+    assert isinstance(runner, TorchRunner)
+    with torch.inference_mode():
+        runner.model.embedding[77] = float("nan")
+    good, bad = random_prompt(11, 50), [*random_prompt(12, 40), 77, *random_prompt(13, 60)]
+    good = [token if token != 77 else 78 for token in good]
+    rig.reset(max_chunk_tokens=16, num_blocks=12)
+    first = rig.start(good, 4)
+    broken = rig.start(bad, 4)
+    answers = rig.run(first, broken)
+    assert "not a number" in (answers[broken].error or "")
+    assert answers[broken].tokens == []
+    check(reference, good, answers[first])
+    for number in range(4):  # through all blocks of the small pool
+        prompt = [token if token != 77 else 78 for token in random_prompt(20 + number, 60)]
+        check(reference, prompt, rig.answer(prompt, 4))
+    rig.engine.close()
 
 
 def test_prompt_logprobs(pair: tuple[Reference, Rig]) -> None:

@@ -1,0 +1,41 @@
+"""What may be used of a machine, read from files a test can write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.backends import machine
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
+    return tmp_path
+
+
+def test_what_linux_says_is_available(files: Path) -> None:
+    assert machine.available_bytes() == 8000 * 1024
+    (files / "memory.max").write_text("max\n")
+    (files / "memory.current").write_text("5\n")
+    assert machine.available_bytes() == 8000 * 1024
+
+
+def test_a_container_has_its_limit_and_pages_of_files_do_not_count(files: Path) -> None:
+    (files / "memory.max").write_text("1000000\n")
+    (files / "memory.current").write_text("900000\n")
+    assert machine.available_bytes() == 100_000
+    (files / "memory.stat").write_text("anon 100000\ninactive_file 700000\nactive_file 50000\n")
+    assert machine.available_bytes() == 850_000
+
+
+def test_elsewhere_half_of_the_memory(files: Path) -> None:
+    (files / "meminfo").unlink()
+    assert machine.available_bytes() > 1 << 20
+
+
+def test_there_is_a_core() -> None:
+    assert machine.usable_cores() >= 1
