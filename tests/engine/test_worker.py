@@ -17,13 +17,18 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
 from quire.core.request import FinishReason, Priority, SamplingParams
-from quire.engine.build import EngineConfig
+from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.client import EngineClient
+from quire.engine.engine import Engine
 from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.wire import Add, Cancel, FrameReader, Stepped, from_worker, pack, to_worker
+from quire.engine.process import WorkerProcess
+from quire.engine.wire import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker import Pace, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 
 T = TypeVar("T")
@@ -453,6 +458,86 @@ def test_the_client_does_not_import_torch() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# The watch
+
+
+class _Recorder:
+    """A channel that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.last_sent_s = 0.0
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
+
+
+def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
+    capacity = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50, has_overlap=False)
+    runner = FakeRunner(capacity)
+    engine = Engine(runner, make_scheduler(runner, EngineConfig()))
+    channel = _Recorder()
+    worker = Worker(channel, engine)  # type: ignore[arg-type]
+    worker.warm_up()
+    assert channel.said == []
+    worker._pace.learn(num_tokens=1, took_s=1.0)
+    engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
+    engine.step()
+    assert channel.said == [Working(200.0)]
+    pace = Pace()
+    assert pace.predict_s(100) == 0
+    pace.learn(10, 1.0)
+    pace.learn(10, 0.1)
+    assert 0.01 < pace.predict_s(1) < 0.1  # forgets slowly, and only what was slower
+
+
+LOUD = (
+    "import socket, sys, time\n"
+    "peer = socket.socket(fileno=int(sys.argv[1]))\n"
+    "peer.sendall(bytes.fromhex(sys.argv[2]))\n"
+    "time.sleep(2)\n"
+    "peer.sendall(bytes.fromhex(sys.argv[3]))\n"
+    "time.sleep(60)\n"
+)
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pack(Working(30.0) if is_announced else Stepped(()))
+
+    def spawn(fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", LOUD, str(fd), first.hex(), pack(Stepped(())).hex()]
+        return subprocess.Popen(command, pass_fds=[fd])
+
+    monkeypatch.setattr("quire.engine.process._spawn", spawn)
+
+    async def work() -> tuple[list[Any], list[str]]:
+        news: list[Any] = []
+        ends: list[str] = []
+        process = WorkerProcess(news.append, ends.append)
+        process.expect_news(60.0)
+        while not news:
+            await asyncio.sleep(0.01)
+        process.expect_news(0.7)
+        if is_announced:
+            process._deadline_s += 29.3  # as the message said, had the limit been this one when it came
+        for _ in range(400):
+            if ends or len(news) > 1:
+                break
+            await asyncio.sleep(0.01)
+        seen = list(ends)
+        process._process.kill()
+        await process.close()
+        return news, seen
+
+    news, ends = run(work())
+    if is_announced:
+        assert ends == []
+        assert news == [Working(30.0), Stepped(())]
+    else:
+        assert "no sign of life for 0.7 s" in ends[0]
 
 
 # The wire
