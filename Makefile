@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 PROMPTS ?= 300
+JOBS   ?= auto
 
 .DEFAULT_GOAL := help
 
@@ -29,7 +30,7 @@ serve:          ## start the server (not there yet: says what works today)
 	@exit 1
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

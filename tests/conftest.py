@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
 from tests.tiny import write_tiny_model
+
+# Test files run side by side, one a core. Threads that share a core wait for each other, here and in child processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

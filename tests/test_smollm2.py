@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,30 @@ def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
     assert rig.num_copies == 0
     assert rig.num_computed == len(tail) + 1  # and one decode of the first
     rig.run(first, second)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_stream(default_model: Path) -> None:
+    """While loading, memory holds the model and one tensor, never a second copy of everything."""
+    script = (
+        "import re, sys\n"
+        "from pathlib import Path\n"
+        "import gguf, numpy, torch\n"
+        "from quire.backends.base import BackendOptions\n"
+        "from quire.backends.torch.build import make_runner\n"
+        "from quire.weights.opening import open_checkpoint\n"
+        "def used():\n"
+        "    return int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) * 1024\n"
+        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
+        "before, peak = used(), 0\n"
+        "def watch(done, total):\n"
+        "    global peak\n"
+        "    peak = max(peak, used())\n"
+        "make_runner(checkpoint, BackendOptions(num_blocks=10, num_threads=1), watch)\n"
+        "sizes = [info.shape[0] * (info.shape[1:] or (1,))[0] * 4 for info in checkpoint.tensors.values()]\n"
+        "print(peak - before, sum(sizes), max(sizes))\n"
+    )
+    command = [sys.executable, "-c", script, str(default_model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    peak, model, largest = map(int, done.stdout.split())
+    assert model < peak < model + 1.5 * largest

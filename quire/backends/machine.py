@@ -9,6 +9,12 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def default_threads() -> int:
+    """What OMP_NUM_THREADS says, as everywhere in the field, within the cores there are; else all of them."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(int(asked), usable_cores()) if asked.isdecimal() and int(asked) else usable_cores()
+
+
 def usable_cores() -> int:
     """Those this process may run on, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):

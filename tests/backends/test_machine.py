@@ -37,5 +37,10 @@ def test_elsewhere_half_of_the_memory(files: Path) -> None:
     assert machine.available_bytes() > 1 << 20
 
 
-def test_there_is_a_core() -> None:
+def test_threads_are_those_of_the_environment_or_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    for value, expected in (("3", 3), ("64", 8), ("2,1", 2), ("0", 8), ("x", 8), ("", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert machine.default_threads() == expected
+    monkeypatch.undo()
     assert machine.usable_cores() >= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.machine import available_bytes, usable_cores
+from quire.backends.machine import available_bytes, default_threads, usable_cores
 from quire.backends.torch.kv_store import KVStore, block_bytes, blocks_in
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
@@ -66,7 +66,7 @@ def _num_threads(asked: int | None) -> int:
     num_cores = usable_cores()
     if asked is not None and asked > num_cores:
         raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
-    return asked or num_cores
+    return asked or default_threads()
 
 
 def _num_blocks(
