@@ -19,7 +19,7 @@ from quire.weights.quants import to_float32
 from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 
-BOUND = 2e-3  # of log-probabilities, over thirty layers in fp32
+BOUND = 5e-4  # of log-probabilities, over thirty layers in fp32
 NUM_PROMPTS = 8  # `make equality` asks 300
 
 

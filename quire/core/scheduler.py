@@ -160,12 +160,13 @@ class Scheduler:
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, block_size = self._requests, self.cache.block_size
+        has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rarely, so it is asked once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
             if request is None or request.epoch != piece.epoch:
                 self._observe(StaleResultDropped(piece.request_id, piece.epoch))
                 continue
-            if index in result.failures:
+            if has_more and index in result.failures:
                 self._end(request.request_id, FinishReason.ERROR)
                 error = result.failures[index]
                 updates.append(TokenUpdate(request.request_id, (), FinishReason.ERROR, error=error))
@@ -176,15 +177,13 @@ class Scheduler:
                 self.cache.publish(request)
             if num_before < request.num_prompt_tokens <= end:
                 self.cache.publish_tail(request)
-            if piece.wants_token or index in result.prompt_logprobs:
-                update = TokenUpdate(request.request_id, (), None)
+            if not has_more:
                 if piece.wants_token:
-                    update = self._accept(request, tokens)
-                if result.logprobs or result.prompt_logprobs:
-                    update = update._replace(
-                        logprobs=result.logprobs.get(index, ()), prompt_logprobs=result.prompt_logprobs.get(index)
-                    )
-                updates.append(update)
+                    updates.append(self._accept(request, tokens))
+            elif piece.wants_token or index in result.prompt_logprobs:
+                update = self._accept(request, tokens) if tokens else TokenUpdate(request.request_id, (), None)
+                logprobs, prompt = result.logprobs.get(index, ()), result.prompt_logprobs.get(index)
+                updates.append(update._replace(logprobs=logprobs, prompt_logprobs=prompt))
         self.cache.settle(plan.copies)
         return updates
 
