@@ -50,6 +50,8 @@ class LLM:
         self.max_context = self.engine.scheduler.max_context
         self._num_requests = 0
         self.owners: dict[int, _Run] = {}  # request id -> whose it is: calls may be nested, streams interleaved
+        self.lock = threading.RLock()  # around the engine: threads may share an LLM, and then share its steps
+        self._is_closed = False
 
     def generate(
         self,
@@ -93,8 +95,13 @@ class LLM:
         return self.engine.scheduler.cache.stats()
 
     def close(self) -> None:
+        self._is_closed = True
         self.engine.close()
         self.text.close()
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidRequest("this LLM is closed: make a new one")
 
     def __enter__(self) -> LLM:
         return self
@@ -131,6 +138,7 @@ class _Run:
     """Some requests on their way through an engine that runs in this thread."""
 
     def __init__(self, llm: LLM, requests: Sequence[GenerationRequest]) -> None:
+        llm.check_open()
         self._llm = llm
         self._engine = llm.engine
         for number, request in enumerate(requests):
@@ -153,15 +161,17 @@ class _Run:
 
     def step(self) -> list[tuple[int, Delta]]:
         """What is new for this run. A step serves everyone, so another run's may have brought it."""
-        if not self._deltas:
-            self._fill()
-            with _interrupt_deferred():
-                outputs = self._engine.step()
-            for output in outputs:
-                if (owner := self._llm.owners.get(output.request_id)) is not None:
-                    owner.take(output)
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        with self._llm.lock:
+            if not self._deltas:
+                self._llm.check_open()
+                self._fill()
+                with _interrupt_deferred():
+                    outputs = self._engine.step()
+                for output in outputs:
+                    if (owner := self._llm.owners.get(output.request_id)) is not None:
+                        owner.take(output)
+            deltas, self._deltas = self._deltas, []
+            return deltas
 
     def take(self, output: EngineOutput) -> None:
         number, index = self._alive[output.request_id]
@@ -183,20 +193,22 @@ class _Run:
         except Exception as error:
             self._silenced.add(number)
             message = f"its callback raised {type(error).__name__}: {error}"
-            self.answers[number].fail_all(message)
-            for request_id, (other, _) in list(self._alive.items()):
-                if other == number:
-                    self._end(request_id, None, None)
-            self._todo = deque(place for place in self._todo if place[0] != number)
-            self._deltas = [entry for entry in self._deltas if entry[0] != number]
+            with self._llm.lock:
+                self.answers[number].fail_all(message)
+                for request_id, (other, _) in list(self._alive.items()):
+                    if other == number:
+                        self._end(request_id, None, None)
+                self._todo = deque(place for place in self._todo if place[0] != number)
+                self._deltas = [entry for entry in self._deltas if entry[0] != number]
 
     def close(self) -> None:
         """Cancel what is left. The last run to end also collects the step that may still be in flight."""
-        self._todo.clear()
-        for request_id in list(self._alive):
-            self._end(request_id, None, None)
-        while not self._llm.owners and self._engine.has_work:
-            self._engine.step()
+        with self._llm.lock:
+            self._todo.clear()
+            for request_id in list(self._alive):
+                self._end(request_id, None, None)
+            while not self._llm.owners and self._engine.has_work:
+                self._engine.step()
 
     def _fill(self) -> None:
         """Let in as many as the queue takes: a caller may bring more prompts than a server would let wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_streams_may_be_interleaved_and_calls_nested(llm: LLM) -> None:
     texts[0] += "".join(delta.text for delta in one)
     texts[1] += "".join(delta.text for delta in two)
     assert texts == alone[:2]
+
+
+def test_threads_may_share_a_model(llm: LLM) -> None:
+    params = GenerationParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [f"The dog {i}" for i in range(8)]
+    alone = [llm.generate(prompt, params)[0].text for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: llm.generate(prompt, params)[0].text, prompts))
+    assert together == alone
+
+
+def test_a_closed_model_says_so(tiny_model: Path) -> None:
+    llm = LLM(tiny_model, num_blocks=50, num_threads=1)
+    llm.close()
+    llm.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        llm.generate("The quick", SHORT)
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
