@@ -13,6 +13,7 @@ import torch
 
 from quire.engine.llm import as_chat
 from quire.engine.model import ModelText
+from quire.engine.params import GenerationParams
 from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
 from quire.weights.quants import to_float32
@@ -77,6 +78,12 @@ def distance(reference: Any, prompt: tuple[int, ...], answer: Answer) -> float:
 
 def chat(text: ModelText, question: str) -> tuple[int, ...]:
     return text.encode_chat(as_chat(question), text.spec.max_context)
+
+
+def test_what_its_makers_recommend_is_the_default(text: ModelText) -> None:
+    """The file does not say."""
+    params = GenerationParams().sampling(text.defaults, text.eos_token_ids)
+    assert (params.temperature, params.top_p) == (0.2, 0.9)
 
 
 def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:

@@ -19,9 +19,9 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.errors import InvalidRequest, QueueFull
+from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.chat import ChatRequest, Message, Part, Role
-from quire.weights.hub import resolve
+from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 Prompt = str | Sequence[int]
 Conversation = ChatRequest | Sequence[Mapping[str, str]] | str
@@ -32,7 +32,7 @@ class LLM:
     """A model in this process. Give it all prompts at once: they share steps, and what they have in common.
 
     `model` is a name (`quire models` lists them), a folder of safetensors or a GGUF file; without one, the default
-    model, which must have been pulled. Settings are those of `EngineConfig`.
+    model, fetched the first time. Settings are those of `EngineConfig`. Threads may share it: they share its steps.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
@@ -40,7 +40,7 @@ class LLM:
             self.config = EngineConfig(**settings)
         except TypeError as error:
             raise InvalidRequest(f"settings: {error}") from None
-        path = resolve(None if model is None else str(model))
+        path = _find(None if model is None else str(model))
         self.text = ModelText.open(path)
         try:
             self.engine = make_engine(path, self.config, progress)
@@ -264,6 +264,16 @@ def _interrupt_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _find(name: str | None) -> Path:
+    """Where the model lies. One that quire knows is fetched if it is not here: nobody has to have heard of `pull`."""
+    try:
+        return resolve(name)
+    except ModelNotFound:
+        if find_known(name or DEFAULT_MODEL) is None:
+            raise
+        return pull(name)
+
+
 def as_chat(conversation: Conversation) -> ChatRequest:
     """Messages as the clients of the field write them: {"role": ..., "content": ...}."""
     if isinstance(conversation, ChatRequest):
@@ -298,8 +308,10 @@ def _pair(
 ) -> list[tuple[Any, GenerationParams]]:
     if params is None or isinstance(params, GenerationParams):
         chosen: Sequence[GenerationParams] = [params or GenerationParams()] * len(todo)
-    else:
+    elif isinstance(params, list | tuple) and all(isinstance(one, GenerationParams) for one in params):
         chosen = params
+    else:
+        raise InvalidRequest(f"params = {params!r:.80} is not GenerationParams or a list of them")
     if len(chosen) != len(todo):
         raise InvalidRequest(f"{len(chosen)} params for {len(todo)} prompts: one for all, or one for each")
     return list(zip(todo, chosen, strict=True))

@@ -11,6 +11,7 @@ from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.chat import ChatRequest, ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import TokenizerFiles
+from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
@@ -40,7 +41,10 @@ class ModelText:
                 sizes = f"{tokenizer.vocab_size} tokens, the model only {checkpoint.spec.vocab_size}"
                 raise ModelFileError(f"{path}: the tokenizer has {sizes}")
             template = ChatTemplate(files.chat_template, tokenizer)
-            return cls(name or path.stem, checkpoint.spec, checkpoint.generation, tokenizer, template)
+            defaults = checkpoint.generation
+            if defaults == GenerationDefaults():  # the file says nothing; of some models we know
+                defaults = known_generation(path)
+            return cls(name or path.stem, checkpoint.spec, defaults, tokenizer, template)
         finally:
             checkpoint.close()
 

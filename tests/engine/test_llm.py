@@ -162,6 +162,12 @@ def test_a_closed_model_says_so(tiny_model: Path) -> None:
         llm.generate("The quick", SHORT)
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, [5], "x"])
+def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match="params = "):
+        llm.chat("hi", params)
+
+
 def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, was_whole = llm.engine.step, []
 
