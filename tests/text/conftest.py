@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,16 @@ def spm_tokenizer() -> Tokenizer:
     return Tokenizer.from_gguf(sentencepiece_gguf())
 
 
-def _default_model() -> Path | None:
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if given := os.environ.get("QUIRE_TEST_MODEL"):
-        return Path(given)
-    cache = Path(os.environ.get("QUIRE_CACHE", Path.home() / ".cache" / "quire")) / "models"
-    return next(cache.rglob(name), None) if cache.is_dir() else None
-
-
 @pytest.fixture(scope="session")
-def default_gguf_path() -> Path:
-    path = _default_model()
-    if path is None or not path.is_file():
-        pytest.skip("the default model is not here: quire pull, or QUIRE_TEST_MODEL=/path/to.gguf")
-    return path
+def default_gguf_path(default_model: Path) -> Path:
+    return default_model
 
 
 @pytest.fixture(scope="session")
 def default_gguf(default_gguf_path: Path) -> dict[str, Any]:
     """The tokenizer.* metadata of the default model."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     fields = gguf.GGUFReader(default_gguf_path).fields
     return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
 
