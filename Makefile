@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime
+PORT   ?= 8000
+ARGS   ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
 JOBS   ?= auto
@@ -16,18 +19,27 @@ help:           ## this list
 
 install: $(STAMP)  ## build .venv; does nothing when it is up to date
 
-$(STAMP): pyproject.toml constraints.txt
+# A venv that is missing or broken is made anew.
+define venv
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
 	or newer, $(PYTHON) is %d.%d: say make PYTHON=python3.12 or the like" % v[:2])'
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		$(PYTHON) -m venv --clear $(VENV)
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(venv)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(RUNTIME) $@
+
+$(RUNTIME): pyproject.toml constraints.txt
+	$(venv)
+	@echo "installing PyTorch and the server into $(VENV)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,hub]'
 	@touch $@
 
-serve:          ## start the server (not there yet: says what works today)
-	@echo "quire serve: not yet. The model answers on the command line and from Python today; the server is the next"
-	@echo "piece (see README.md). Try: make install && $(BIN)/quire generate 'What is the capital of France?'"
-	@exit 1
+serve: $(RUNTIME)  ## everything from nothing to a server with the default model and its first answer: PORT=8000 ARGS=...
+	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

@@ -63,3 +63,7 @@ class RequestFailed(QuireError):
 
 class WorkerDied(QuireError):
     """The process that runs the model crashed or hung. Its requests failed; the next one gets a fresh worker."""
+
+
+class LostBeforeStart(WorkerDied):
+    """The worker died while this request still waited: it was no part of the cause, and asking again is safe."""

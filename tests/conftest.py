@@ -13,6 +13,7 @@ from tests.tiny import write_tiny_model
 
 # Test files run side by side, one a core. Threads that share a core wait for each other, here and in child processes.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,8 @@ class RunnerFacts:
     device: str
     dtype: str
     num_threads: int  # 1 where the device has none of the host's
+    weight_bytes: int = 0  # memory of the weights as they are held; 0: the backend cannot say
+    kv_bytes: int = 0  # memory of the KV pool
 
 
 class Runner(Protocol):

@@ -6,22 +6,28 @@ a token it reads the whole context back through the block table, so one wrong bl
 
 `run_alone` computes the same answer for one request in memory of its own, with no blocks, batch or cache.
 That the two agree, whatever is shared, chunked, preempted or evicted, is the theorem the simulator tests.
+
+As the backend "fake" it also stands in for a model in a worker process, for whatever is to be tested around one.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections import deque
 from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.base import BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
 from quire.core.request import SamplingParams
-from quire.core.step import SeqSlice, StepPlan, StepResult
-from quire.errors import InvariantViolation
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.errors import InvalidRequest, InvariantViolation
+from quire.weights.checkpoint import Checkpoint
 
 POISON = -1  # what memory nobody has written yet contains; digests are never negative
 _MASK = 2**62 - 1
+NUM_BLOCKS = 2048  # of a pool whose size nobody named
 
 
 def digest(*parts: int) -> int:
@@ -79,6 +85,40 @@ def run_alone(
     return history[len(prompt) :]
 
 
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> FakeRunner:
+    """The backend "fake": a model's vocabulary and limits, none of its weights. `device` says how long a step takes."""
+    del progress  # there is nothing to load
+    spec = checkpoint.spec
+    max_context = options.max_context or spec.max_context
+    if max_context > spec.max_context:
+        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
+    enough = options.max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length
+    capacity = Capacity(
+        num_blocks=options.num_blocks or min(NUM_BLOCKS, enough),
+        block_size=options.block_size,
+        max_seqs=options.max_seqs,
+        max_context=max_context,
+        vocab_size=spec.vocab_size,
+    )
+    return FakeRunner(capacity, step_s=_step_time(options.device))
+
+
+def _step_time(device: str) -> float:
+    if device == "auto":
+        return 0.0
+    found = re.fullmatch(r"(\d{1,5}(?:\.\d{1,3})?)ms", device)
+    if found is None:
+        raise InvalidRequest(f"device = {device!r} is not auto or the time of a step, such as 5ms")
+    return float(found[1]) / 1000
+
+
+def made_up_logprobs(token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """As if each token were half as probable as the one before it, beginning with the one that was chosen."""
+    logprobs = [-0.7 * (rank + 1) for rank in range(max(num_top, 1))]
+    top = tuple(((token + rank) % vocab_size, logprob) for rank, logprob in enumerate(logprobs))
+    return TokenLogprobs(token, logprobs[0], 0, top[:num_top])
+
+
 class _Logits(NamedTuple):
     """What a forward pass leaves for the sampler."""
 
@@ -90,10 +130,12 @@ class FakeRunner:
     """Runs plans eagerly, in `forward` and `sample`, or as late as `collect`: an eager fake would hide every race.
 
     Does copies in random order and poisons all that a slice has not written yet. Refuses plans that break the contract.
+    With `step_s`, `collect` waits so long, as if a device were computing.
     """
 
-    def __init__(self, capacity: Capacity, *, is_late: bool = False, seed: int = 0) -> None:
+    def __init__(self, capacity: Capacity, *, is_late: bool = False, seed: int = 0, step_s: float = 0.0) -> None:
         self._capacity = capacity
+        self._step_s = step_s
         self._is_late = is_late
         self._random = Random(seed)
         self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
@@ -106,7 +148,7 @@ class FakeRunner:
         return self._capacity
 
     def facts(self) -> RunnerFacts:
-        return RunnerFacts("fake", "none", "none", 1)
+        return RunnerFacts("fake", f"{self._step_s * 1000:g}ms" if self._step_s else "none", "none", 1)
 
     def use_threads(self, num_threads: int) -> None:
         del num_threads  # it has one
@@ -128,6 +170,8 @@ class FakeRunner:
             self._results.append(self._choose(plan, logits, masks))
 
     def collect(self) -> StepResult:
+        if self._step_s:
+            time.sleep(self._step_s)
         if self._late:
             plan, masks = self._late.popleft()
             return self._choose(plan, self._run(plan), masks)
@@ -166,7 +210,12 @@ class FakeRunner:
 
     def _choose(self, plan: StepPlan, logits: list[_Logits], masks: TokenMasks | None) -> StepResult:
         samples: list[tuple[int, ...]] = []
-        for piece, (context, last_token) in zip(plan.slices, logits, strict=True):
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
+        vocab_size = self._capacity.vocab_size
+        for index, (piece, (context, last_token)) in enumerate(zip(plan.slices, logits, strict=True)):
+            if piece.sampling.prompt_logprobs is not None and (found := self._judge_prompt(piece)) is not None:
+                prompt_logprobs[index] = found
             if not piece.wants_token:
                 samples.append(())
                 continue
@@ -174,12 +223,21 @@ class FakeRunner:
             history = [*piece.history[:end]]
             if len(history) < end:
                 history.append(last_token)  # the scheduler did not know it when it made the plan
-            token = choose_token(context, piece.sampling, history, self._capacity.vocab_size)
+            token = choose_token(context, piece.sampling, history, vocab_size)
             if masks is not None and piece.slot in masks:
                 token = self._next_allowed(token, masks[piece.slot])
             self._last_sample[piece.slot] = token
             samples.append((token,))
-        return StepResult(tuple(samples))
+            if piece.sampling.logprobs is not None:
+                logprobs[index] = (made_up_logprobs(token, piece.sampling.logprobs, vocab_size),)
+        return StepResult(tuple(samples), logprobs, prompt_logprobs)
+
+    def _judge_prompt(self, piece: SeqSlice) -> PromptLogprobs | None:
+        """Of the prompt tokens that follow this slice's positions: what is computed at one is about the next."""
+        num_top, vocab_size = piece.sampling.prompt_logprobs or 0, self._capacity.vocab_size
+        first, last = piece.start + 1, min(piece.start + piece.length + 1, piece.num_prompt_tokens)
+        entries = tuple(made_up_logprobs(token, num_top, vocab_size) for token in piece.history[first:last])
+        return PromptLogprobs(first, entries) if entries else None
 
     def _own_sample(self, slot: int) -> int:
         token = self._last_sample[slot]

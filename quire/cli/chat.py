@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
+from quire.cli.speaker import Bill, Piece, Speaker
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta
     from quire.engine.params import GenerationParams
 
 MAX_FILE_BYTES = 64 << 20
@@ -54,8 +53,11 @@ def chat(
     frequency_penalty: loading.FrequencyOption = 0.0,
     seed: loading.SeedOption = None,
     stop: loading.StopOption = None,
-    dtype: loading.DtypeOption = "auto",
-    device: loading.DeviceOption = "auto",
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    local: loading.LocalOption = False,
+    dtype: loading.DtypeOption = None,
+    device: loading.DeviceOption = None,
     threads: loading.ThreadsOption = None,
     max_context: loading.ContextOption = None,
     kv_memory: loading.MemoryOption = None,
@@ -77,17 +79,17 @@ def chat(
             stop=stop or (),
         )
     settings = loading.engine_settings(dtype, device, threads, max_context, kv_memory)
-    with loading.open_llm(model, settings) as llm:
-        if not llm.text.template.exists:
-            raise TemplateError(f"{llm.text.name} has no chat template: quire generate --raw continues a prompt")
-        Repl(llm, params, system).run()
+    with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+        if not speaker.has_template:
+            raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")
+        Repl(speaker, params, system).run()
 
 
 class Repl:
     """The loop, the conversation so far and how to answer it. An error in a turn is told, and the next turn comes."""
 
-    def __init__(self, llm: LLM, params: GenerationParams, system: str | None = None) -> None:
-        self.llm = llm
+    def __init__(self, speaker: Speaker, params: GenerationParams, system: str | None = None) -> None:
+        self.speaker = speaker
         self.params = params
         self.system = system or None
         self.messages: list[dict[str, str]] = []  # the system's is kept apart, so that it can be changed
@@ -100,7 +102,7 @@ class Repl:
         if sys.stdin.isatty():
             with suppress(ImportError):  # not on every system
                 import readline  # noqa: F401  # gives `input` its editing and its history
-            typer.echo(f"{self.llm.text.name}, {self.llm.max_context} tokens of context. /help for help.", err=True)
+            typer.echo(f"{self.speaker.name}, {self.speaker.max_context} tokens of context. /help for help.", err=True)
         for text in read_messages():
             self._obey(text)
             if self._is_over:
@@ -141,42 +143,37 @@ class Repl:
                 self.messages.pop()
 
     def _answer(self) -> str:
-        from quire.engine.llm import as_chat
+        turn = _Turn()
+        pieces: list[Piece] = []
 
-        prompt = self.llm.text.encode_chat(as_chat(self.conversation), self.llm.max_context)
-        request = self.llm.text.request(prompt, self.params)
-        num_hits_before = self.llm.cache_stats().num_hit_tokens
-        turn = _Turn(len(prompt))
-        pieces: list[str] = []
-        last: Delta | None = None
+        def take(piece: Piece) -> None:
+            turn.pace.take(piece)
+            pieces.append(piece)
+            self._speech.say(piece.text)
+
         is_stopped = False
         try:
-            with closing(self.llm.stream(request)) as deltas:
-                for last in deltas:
-                    turn.pace.count(len(last.token_ids))
-                    pieces.append(last.text)
-                    self._speech.say(last.text)
-        except KeyboardInterrupt:  # the engine lets it through between two steps only
+            turn.bill = self.speaker.answer(self.conversation, self.params, take)
+        except KeyboardInterrupt:  # leaving the call has cancelled the request
             is_stopped = True
+        except RequestFailed as error:
+            raise RequestFailed(f"the answer failed: {error}") from None
         finally:
             self._speech.end_line()
-        turn.num_cached_tokens = self.llm.cache_stats().num_hit_tokens - num_hits_before
+        turn.pace.settle(turn.bill)
         self._last = turn
         if is_stopped:
             _complain("stopped")
-        elif last is not None:
-            self._tell_end(last, turn)
-        return "".join(pieces)
+        elif pieces and pieces[-1].finish_reason == "length":
+            self._tell_length(turn)
+        return "".join(piece.text for piece in pieces)
 
-    def _tell_end(self, last: Delta, turn: _Turn) -> None:
-        from quire.core.request import FinishReason
-
-        if last.finish_reason is FinishReason.ERROR:
-            raise RequestFailed(f"the answer failed: {last.error}")
-        if last.finish_reason is FinishReason.LENGTH and turn.pace.num_tokens == self.params.max_tokens:
+    def _tell_length(self, turn: _Turn) -> None:
+        if turn.pace.num_tokens == self.params.max_tokens:
             _complain(f"stopped at max_tokens = {self.params.max_tokens}; /set max_tokens N changes it")
-        elif last.finish_reason is FinishReason.LENGTH:
-            _complain(f"stopped: the context of {self.llm.max_context} tokens is full. /reset forgets the conversation")
+        else:
+            size = self.speaker.max_context
+            _complain(f"stopped: the context of {size} tokens is full. /reset forgets the conversation")
 
     # Commands
 
@@ -222,9 +219,13 @@ class Repl:
             self._speech.say("last answer: none yet\n")
         else:
             self._speech.say(f"last answer: {self._last}\n")
-        cache = self.llm.cache_stats()
         num_turns = sum(message["role"] == "user" for message in self.messages)
-        self._speech.say(f"conversation: {num_turns} turns, {self.llm.max_context} tokens of context\n")
+        self._speech.say(f"conversation: {num_turns} turns, {self.speaker.max_context} tokens of context\n")
+        try:
+            cache = self.speaker.cache_stats()
+        except QuireError as error:
+            self._speech.say(f"cache: not known: {error}\n")
+            return
         self._speech.say(
             f"cache: {cache.num_cached} of {cache.num_blocks} blocks hold earlier text, {cache.num_evictions} evicted;"
             f" {cache.num_hit_tokens} of {cache.num_queried_tokens} prompt tokens found ({cache.hit_rate:.0%})\n"
@@ -269,15 +270,16 @@ COMMANDS["/quit"] = COMMANDS["/exit"]
 
 @dataclass(slots=True)
 class _Turn:
-    """The bill of one answer."""
+    """How one answer came. Without a bill, it was stopped."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int = 0
     pace: loading.Pace = field(default_factory=loading.Pace)
+    bill: Bill | None = None
 
     def __str__(self) -> str:
         first = "" if self.pace.ttft_ms is None else f", the first after {self.pace.ttft_ms:.0f} ms"
-        return f"{self.pace}{first}; {self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens cached"
+        if self.bill is None:
+            return f"{self.pace}{first}"
+        return f"{self.pace}{first}; {self.bill.cached_tokens} of {self.bill.prompt_tokens} prompt tokens cached"
 
 
 # What is typed

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli import loading
-from quire.errors import InvalidRequest, RequestFailed, TemplateError
-from quire.weights.hub import DEFAULT_MODEL
+from quire.cli.speaker import Ask, Bill, Piece, Speaker
+from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
-    from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob
     from quire.engine.params import GenerationParams
 
 SEPARATOR = "-" * 8  # between the answers of --n
@@ -40,8 +38,11 @@ def generate(
     n: Annotated[int, typer.Option("--n", "-n", help="How many answers.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to show at each token.")] = None,
-    dtype: loading.DtypeOption = "auto",
-    device: loading.DeviceOption = "auto",
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    local: loading.LocalOption = False,
+    dtype: loading.DtypeOption = None,
+    device: loading.DeviceOption = None,
     threads: loading.ThreadsOption = None,
     max_context: loading.ContextOption = None,
     kv_memory: loading.MemoryOption = None,
@@ -72,8 +73,10 @@ def generate(
         )
     settings = loading.engine_settings(dtype, device, threads, max_context, kv_memory)
     text = read_prompt(prompt, is_raw=raw)
-    with loading.open_llm(model, settings) as llm:
-        _answer(llm, text, params, model or DEFAULT_MODEL, is_raw=raw, system=system, as_json=as_json)
+    head = [] if system is None else [{"role": "system", "content": system}]
+    ask: Ask = text if raw else [*head, {"role": "user", "content": text}]
+    with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+        _answer(speaker, ask, params, as_json=as_json)
 
 
 def read_prompt(given: str | None, *, is_raw: bool) -> str:
@@ -96,73 +99,79 @@ def read_prompt(given: str | None, *, is_raw: bool) -> str:
     return text
 
 
-def _answer(
-    llm: LLM, prompt: str, params: GenerationParams, name: str, *, is_raw: bool, system: str | None, as_json: bool
-) -> None:
-    printer = _Printer(params.n, is_silent=as_json)
+def _answer(speaker: Speaker, ask: Ask, params: GenerationParams, *, as_json: bool) -> None:
+    if not isinstance(ask, str) and not speaker.has_template:
+        raise TemplateError(f"{speaker.name} has no chat template: use --raw to continue the prompt as it is")
+    samples = [_Sample() for _ in range(params.n)]
+    printer = _Printer(samples, is_silent=as_json)
     try:
-        output = _run(llm, prompt, params, printer, is_raw=is_raw, system=system)
+        with loading.options_named():
+            bill = speaker.answer(ask, params, printer.take)
     finally:
         printer.finish()  # also after ^C: what was printed stands on a line of its own
+    printer.pace.settle(bill)
+    if len(samples) == 1 and bill is not None:
+        samples[0].num_tokens = bill.completion_tokens
     if as_json:
-        typer.echo(json.dumps(_document(name, output, printer.pace), ensure_ascii=False))
+        has_logprobs = params.logprobs is not None
+        document = _document(speaker.name, samples, bill, printer.pace, has_logprobs=has_logprobs)
+        typer.echo(json.dumps(document, ensure_ascii=False))
     elif sys.stderr.isatty():
-        typer.echo(_summary(output, params, printer.pace, llm.max_context), err=True)
+        typer.echo(_summary(samples, bill, printer.pace, params.max_tokens, speaker.max_context), err=True)
 
 
-def _run(
-    llm: LLM, prompt: str, params: GenerationParams, printer: _Printer, *, is_raw: bool, system: str | None
-) -> GenerationOutput:
-    with loading.options_named():
-        if is_raw:
-            (output,) = llm.generate(prompt, params, on_output=printer.take)
-        else:
-            if not llm.text.template.exists:
-                raise TemplateError(f"{llm.text.name} has no chat template: use --raw to continue the prompt as it is")
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            messages.append({"role": "user", "content": prompt})
-            (output,) = llm.chat(messages, params, on_output=printer.take)
-    if printer.problem is not None:
-        raise printer.problem
-    for completion in output.completions:
-        if completion.error is not None:
-            raise RequestFailed(completion.error)
-    return output
+@dataclass(slots=True)
+class _Sample:
+    """One answer, as far as it has come."""
+
+    text: str = ""
+    num_tokens: int | None = 0  # None: nobody counted them
+    num_printed: int = 0  # characters
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    end: Piece | None = None
+
+    def take(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        if self.num_tokens is not None:
+            self.num_tokens = None if piece.num_tokens is None else self.num_tokens + piece.num_tokens
+        if piece.finish_reason is not None:
+            self.end = piece
 
 
 class _Printer:
     """Prints answers one after another: the first as it comes, the others when it is their turn."""
 
-    def __init__(self, num_answers: int, *, is_silent: bool) -> None:
+    def __init__(self, samples: list[_Sample], *, is_silent: bool) -> None:
         self.pace = loading.Pace()
-        self.problem: OSError | None = None  # stdout is gone
+        self._samples = samples
         self._speech = loading.Speech()
         self._is_silent = is_silent
+        self._is_broken = False  # stdout is gone
         self._current = 0
-        self._waiting = [""] * num_answers
-        self._is_finished = [False] * num_answers
 
-    def take(self, _number: int, delta: Delta) -> None:
-        self.pace.count(len(delta.token_ids))
+    def take(self, piece: Piece) -> None:
+        self.pace.take(piece)
+        self._samples[piece.index].take(piece)
         if self._is_silent:
             return
-        self._waiting[delta.index] += delta.text
-        self._is_finished[delta.index] |= delta.finish_reason is not None
         try:
             self._print()
-        except OSError as error:
-            self.problem = error
+        except OSError:
+            self._is_broken = True
             raise  # ends the request
 
     def finish(self) -> None:
-        if self.problem is None:
+        if not self._is_broken:
             self._speech.end_line()
 
     def _print(self) -> None:
         while True:
-            self._speech.say(self._waiting[self._current])
-            self._waiting[self._current] = ""
-            if not self._is_finished[self._current] or self._current + 1 == len(self._waiting):
+            sample = self._samples[self._current]
+            text = sample.text[sample.num_printed :]
+            sample.num_printed += len(text)
+            self._speech.say(text)
+            if sample.end is None or self._current + 1 == len(self._samples):
                 return
             self._speech.end_line()
             self._speech.say(f"{SEPARATOR}\n")
@@ -172,64 +181,62 @@ class _Printer:
 # What came out
 
 
-def _summary(output: GenerationOutput, params: GenerationParams, pace: loading.Pace, max_context: int) -> str:
-    usage = output.usage
-    parts = [f"{pace}, {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"]
-    for completion in output.completions:
-        said = why_stopped(completion, params.max_tokens, max_context)
+def _summary(
+    samples: list[_Sample], bill: Bill | None, pace: loading.Pace, max_tokens: int | None, max_context: int
+) -> str:
+    cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
+    parts = [f"{pace}{cached}"]
+    for sample in samples:
+        said = _why_stopped(sample, max_tokens, max_context)
         if said and said not in parts:
             parts.append(said)
     return "; ".join(parts)
 
 
-def why_stopped(completion: Completion, max_tokens: int | None, max_context: int) -> str:
+def _why_stopped(sample: _Sample, max_tokens: int | None, max_context: int) -> str:
     """Nothing, if the model ended its answer itself."""
-    from quire.core.request import FinishReason
-
-    if completion.stop is not None:
-        return f"stopped at --stop {completion.stop!r}"
-    if completion.finish_reason is not FinishReason.LENGTH:
+    if sample.end is not None and sample.end.stop is not None:
+        return f"stopped at --stop {sample.end.stop!r}"
+    if sample.end is None or sample.end.finish_reason != "length":
         return ""
-    if len(completion.token_ids) == max_tokens:
+    if sample.num_tokens is None:
+        return f"stopped at --max-tokens {max_tokens}, or at the end of the context, {max_context} tokens"
+    if sample.num_tokens == max_tokens:
         return f"stopped at --max-tokens {max_tokens}"
     return f"stopped at the end of the context, {max_context} tokens"
 
 
-def _document(name: str, output: GenerationOutput, pace: loading.Pace) -> dict[str, Any]:
-    completions = [_completion(completion) for completion in output.completions]
+def _document(
+    name: str, samples: list[_Sample], bill: Bill | None, pace: loading.Pace, *, has_logprobs: bool
+) -> dict[str, Any]:
+    completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
     document = {"model": name, **completions[0]}
-    document["usage"] = {**asdict(output.usage), "total_tokens": output.usage.total_tokens}
-    document["cache"] = None if output.cache is None else asdict(output.cache)
+    document["usage"] = None if bill is None else _usage(bill)
+    document["cache"] = None if bill is None else bill.cache
     document["timings"] = {"ttft_ms": _rounded(pace.ttft_ms), "tokens_per_s": _rounded(pace.tokens_per_s)}
     if len(completions) > 1:
         document["completions"] = completions
     return document
 
 
-def _completion(completion: Completion) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason.value,
-        "stop": completion.stop,
-    }
-    if completion.logprobs is not None:
-        document["logprobs"] = _logprobs(completion.logprobs)
+def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"text": sample.text}
+    if sample.end is not None:
+        document["finish_reason"] = sample.end.finish_reason
+        if sample.end.is_stop_known:
+            document["stop"] = sample.end.stop
+    if has_logprobs:
+        document["logprobs"] = sample.logprobs
     return document
 
 
-def _logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """`bytes` beside the text: a token may be part of a character."""
-    return [
-        {
-            "token_id": entry.token_id,
-            "text": entry.text,
-            "bytes": list(entry.data),
-            "logprob": entry.logprob,
-            "rank": entry.rank,
-            **({"top": _logprobs(entry.top)} if entry.top else {}),
-        }
-        for entry in entries
-    ]
+def _usage(bill: Bill) -> dict[str, int]:
+    return {
+        "prompt_tokens": bill.prompt_tokens,
+        "completion_tokens": bill.completion_tokens,
+        "cached_tokens": bill.cached_tokens,
+        "total_tokens": bill.prompt_tokens + bill.completion_tokens,
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -1,8 +1,9 @@
-"""What `generate` and `chat` share: their options, opening a model with a bar, and writing answers as they come."""
+"""What `generate` and `chat` share: their options, finding who answers, and writing answers as they come."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.pull import download_bar
+from quire.cli.remote import DEFAULT_URL, choose_address, find_server
+from quire.cli.speaker import Bill, LocalSpeaker, Piece, Speaker
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
@@ -37,11 +40,19 @@ PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens the a
 FrequencyOption = Annotated[float, typer.Option(help="Above 0: avoid them the more, the oftener they were used.")]
 SeedOption = Annotated[int | None, typer.Option(help="The same seed draws the same answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
 ContextOption = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; as the model was made for.")]
 MemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="For the KV cache, like 2G or 512M.")]
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--server", metavar="URL", help=f"Ask this server; else $QUIRE_SERVER, else {DEFAULT_URL} if it is up."
+    ),
+]
+KeyOption = Annotated[str | None, typer.Option("--api-key", metavar="KEY", help="For the server; else $QUIRE_API_KEY.")]
+LocalOption = Annotated[bool, typer.Option("--local", help="Load the model here, whatever server is up.")]
 
 _TYPED = {"kv_bytes": "--kv-memory", "num_threads": "--threads"}
 _FIELDS = {
@@ -60,16 +71,18 @@ def options_named() -> Iterator[None]:
         message = str(error).removeprefix("prompts[0]: ")
         name = re.split(r"[^a-z_]", message, maxsplit=1)[0]
         if name in _FIELDS:
-            message = _TYPED.get(name, f"--{name.replace('_', '-')}") + message[len(name) :]
+            message = _option(name) + message[len(name) :]
         raise type(error)(message) from None
 
 
+def _option(name: str) -> str:
+    return _TYPED.get(name, f"--{name.replace('_', '-')}")
+
+
 def engine_settings(
-    dtype: str, device: str, threads: int | None, max_context: int | None, kv_memory: str | None
+    dtype: str | None, device: str | None, threads: int | None, max_context: int | None, kv_memory: str | None
 ) -> dict[str, Any]:
     """Those that were given, refused here if they can never work: before anything is fetched or loaded."""
-    from quire.engine.build import EngineConfig
-
     given: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -78,8 +91,11 @@ def engine_settings(
         "kv_bytes": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    with options_named():
-        EngineConfig(**settings)
+    if settings:
+        from quire.engine.build import EngineConfig
+
+        with options_named():
+            EngineConfig(**settings)
     return settings
 
 
@@ -91,6 +107,19 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 # Opening
+
+
+def open_speaker(
+    model: str | None, settings: dict[str, Any], *, server: str | None, api_key: str | None, is_local: bool
+) -> Speaker:
+    """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
+    address = choose_address(server, is_local=is_local, engine_options=[_option(name) for name in settings])
+    if address is not None:
+        keys = [api_key] if api_key else os.environ.get("QUIRE_API_KEY", "").split()  # `quire serve` may have several
+        remote = find_server(address, model, keys[0] if keys else None)
+        if remote is not None:
+            return remote
+    return LocalSpeaker(open_llm(model, settings), model or DEFAULT_MODEL)
 
 
 def open_llm(model: str | None, settings: dict[str, Any]) -> LLM:
@@ -176,6 +205,14 @@ class Pace:
     _num_first: int = 0
     _first_s: float | None = None
     _last_s: float = 0.0
+
+    def take(self, piece: Piece) -> None:
+        """Where nobody counts the tokens, text is one, until the bill says better."""
+        self.count(int(piece.text != "") if piece.num_tokens is None else piece.num_tokens)
+
+    def settle(self, bill: Bill | None) -> None:
+        if bill is not None:
+            self.num_tokens = bill.completion_tokens
 
     def count(self, num_tokens: int) -> None:
         if not num_tokens:

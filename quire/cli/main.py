@@ -15,6 +15,7 @@ from quire.errors import QuireError
 
 # name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py.
 COMMANDS: dict[str, str] = {
+    "serve": "Serve a model to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
     "chat": "Talk with a model.",
     "bench": "Measure a model here.",
@@ -43,7 +44,8 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"quire.cli.{cmd_name}")
         command = typer.Typer(**_SETTINGS)
-        command.command(name=cmd_name)(getattr(module, cmd_name))
+        settings = getattr(module, "CONTEXT", None)
+        command.command(name=cmd_name, context_settings=settings)(getattr(module, cmd_name))
         return get_command(command)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -54,8 +56,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Run language models, from code one can read. Today: answers on the command line and from Python, and the"
-    " scheduler with its simulator; the server is next.",
+    help="Run open language models for many people at once, from code one can read.",
     no_args_is_help=True,
     **_SETTINGS,
 )

@@ -6,6 +6,7 @@ import importlib
 import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import ModuleType
 
 from quire.backends.base import BackendOptions, Progress, Runner
 from quire.core.block import BLOCK_SIZE
@@ -19,8 +20,10 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import open_checkpoint
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`, and the extra that brings what it needs.
-BACKENDS: dict[str, tuple[str, str]] = {"torch": ("quire.backends.torch.build", "torch")}
-
+BACKENDS: dict[str, tuple[str, str]] = {
+    "torch": ("quire.backends.torch.build", "torch"),
+    "fake": ("quire.backends.fake", ""),
+}
 
 LIMITS = {
     "block_size": 1024,
@@ -76,28 +79,34 @@ class EngineConfig:
         return BackendOptions(**{field.name: values[field.name] for field in fields(BackendOptions)})
 
 
-def make_engine(path: Path, config: EngineConfig, progress: Progress | None = None) -> Engine:
+def make_engine(
+    path: Path, config: EngineConfig, progress: Progress | None = None, observe: Observer = ignore
+) -> Engine:
     """Load a model and make it ready. The checkpoint is closed again: its weights are in the runner."""
     checkpoint = open_checkpoint(path)
     try:
         runner = make_runner(checkpoint, config, progress)
     finally:
         checkpoint.close()
-    return Engine(runner, make_scheduler(runner, config))
+    return Engine(runner, make_scheduler(runner, config, observe))
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
+    runner: Runner = import_backend(config).make_runner(checkpoint, config.backend_options(), progress)
+    return runner
+
+
+def import_backend(config: EngineConfig) -> ModuleType:
+    """The module that makes runners. Its libraries may take seconds, the first time."""
     module_name, extra = BACKENDS[config.backend]
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
         raise MissingExtra(
             f"the {config.backend} backend needs {error.name}: pip install 'quire[{extra}]'", name=error.name
         ) from error
-    runner: Runner = module.make_runner(checkpoint, config.backend_options(), progress)
-    return runner
 
 
 def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ignore) -> Scheduler:

@@ -12,6 +12,7 @@ from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority, Request, SamplingParams, check_tokens
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
+from quire.engine.params import PinPrefix
 from quire.errors import InvalidRequest, QuireError
 
 MAX_FAILED_STEPS = 3  # in a row: then it is not the requests
@@ -58,9 +59,10 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.capacity = runner.capacity()
-        self._clock = clock
+        self.clock = clock
         self.on_plan = on_plan  # called with every plan before it runs
         self._requests: dict[int, Request] = {}  # alive, and known to whoever reads the outputs
+        self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> what to keep of its prompt, once that is there
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
 
@@ -77,28 +79,40 @@ class Engine:
         priority: Priority = Priority.NORMAL,
         salt: str = "",
         parent_id: int | None = None,
+        pins: Sequence[PinPrefix] = (),
     ) -> None:
-        """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed."""
+        """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed.
+
+        `pins` are set when its prompt has been computed; if it ends before that, there is nothing to keep.
+        """
         self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
         request = Request(request_id, prompt, sampling, priority=priority, salt=salt, parent=parent)
-        self.scheduler.add(request, self._clock())
+        self.scheduler.add(request, self.clock())
         self._requests[request_id] = request
+        if pins:
+            self._pins[request_id] = pins
 
     def cancel(self, request_id: int) -> bool:
         """Frees everything the request holds now. No further output comes for it."""
         self._requests.pop(request_id, None)
+        self._pins.pop(request_id, None)
         return self.scheduler.cancel(request_id)
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
         """The answer is complete after so many tokens. No further output comes for it."""
         was_alive = self.scheduler.finish(request_id, num_output_tokens)
         self._requests.pop(request_id, None)
+        self._pins.pop(request_id, None)
         return was_alive
+
+    def pin(self, pin_id: str, tokens: Sequence[int], salt: str, ttl_s: float) -> int:
+        """Keep what the cache has of this prefix for so long. Returns how many tokens that is: full blocks."""
+        return self.scheduler.cache.pin(pin_id, list(tokens), salt, self.clock() + int(ttl_s * 1e9))
 
     def step(self) -> list[EngineOutput]:
         """Plan a step and enqueue it, then collect the one before, or this one where nothing runs beside the host."""
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
         launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
@@ -148,6 +162,8 @@ class Engine:
     def _output(self, update: TokenUpdate) -> EngineOutput:
         request = self._requests[update.request_id]
         is_first = request.num_output_tokens <= len(update.tokens)
+        if self._pins and (update.tokens or update.finish_reason is not None):
+            self._keep_prefixes(request, update)
         if update.finish_reason is not None:
             del self._requests[update.request_id]
         return EngineOutput(
@@ -160,6 +176,12 @@ class Engine:
             update.prompt_logprobs,
             update.error,
         )
+
+    def _keep_prefixes(self, request: Request, update: TokenUpdate) -> None:
+        """Its first token says that the prompt is computed and published. An end without one: there is nothing."""
+        pins = self._pins.pop(request.request_id, ())
+        for pin in pins if update.tokens else ():
+            self.pin(pin.pin_id, request.tokens[: pin.num_tokens], request.salt, pin.ttl_s)
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down."""

@@ -224,6 +224,7 @@ class _Run:
                     priority=request.priority,
                     salt=request.salt,
                     parent_id=self._parents.get(number),
+                    pins=() if index else request.pins,
                 )
             except QueueFull:
                 return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.core.request import Priority
-from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.chat import ChatRequest, ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -77,6 +77,7 @@ class ModelText:
         *,
         priority: Priority = Priority.NORMAL,
         salt: str = "",
+        pins: Sequence[PinPrefix] = (),
     ) -> GenerationRequest:
         return GenerationRequest(
             prompt=tuple(prompt),
@@ -87,6 +88,7 @@ class ModelText:
             skip_special=params.skip_special,
             priority=priority,
             salt=salt,
+            pins=tuple(pins),
         )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Everything that reaches an engine passes here: the server's protocols, the comma
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ MAX_SAMPLES = 32
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_IDS = 128
+MAX_PINS = 8  # of one request
+MAX_PIN_ID = 256
+MAX_PIN_TTL_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,29 @@ def _first(given: T | None, recommended: T | None, neutral: T) -> T:
 
 
 @dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Keep the full blocks of the first tokens of a prompt in the cache, once they are there, for a time."""
+
+    pin_id: str
+    num_tokens: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        check_pin_id(self.pin_id)
+        if type(self.num_tokens) is not int or self.num_tokens < 1:
+            raise InvalidRequest(f"num_tokens = {self.num_tokens!r} is not a whole number of at least 1")
+        if type(self.ttl_s) not in (int, float) or not math.isfinite(self.ttl_s):
+            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not a finite number")
+        if not 0 < self.ttl_s <= MAX_PIN_TTL_S:
+            raise InvalidRequest(f"ttl_s = {self.ttl_s!r} is not above 0 and at most {MAX_PIN_TTL_S:.0f}")
+
+
+def check_pin_id(pin_id: str) -> None:
+    if type(pin_id) is not str or not pin_id.isprintable() or not 1 <= len(pin_id) <= MAX_PIN_ID:
+        raise InvalidRequest(f"pin_id = {pin_id!r:.80} is not 1 to {MAX_PIN_ID} printable characters")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and what to do with it: token ids and plain numbers, ready for any engine."""
 
@@ -112,6 +139,7 @@ class GenerationRequest:
     skip_special: bool = True
     priority: Priority = Priority.NORMAL
     salt: str = ""
+    pins: tuple[PinPrefix, ...] = ()
 
     def __post_init__(self) -> None:
         """The last door before an engine: what passes here disturbs nobody else's step."""
@@ -122,6 +150,13 @@ class GenerationRequest:
         _check_samples(self.n)
         if not isinstance(self.priority, Priority):
             raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")
+        if len(self.pins) > MAX_PINS:
+            raise InvalidRequest(f"pins has {len(self.pins)} entries, more than {MAX_PINS}")
+        for index, pin in enumerate(self.pins):
+            if pin.num_tokens > len(self.prompt):
+                raise InvalidRequest(
+                    f"pins[{index}].num_tokens = {pin.num_tokens} is more than the prompt's {len(self.prompt)} tokens"
+                )
 
 
 def _check_samples(n: int) -> None:

@@ -16,7 +16,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.wire import MAX_UNSENT, FrameReader, FrameWriter, FromWorker, ToWorker, Working, from_worker, pack
+from quire.engine.wire import (
+    MAX_UNSENT,
+    Cancel,
+    Finish,
+    FrameReader,
+    FrameWriter,
+    FromWorker,
+    ToWorker,
+    Working,
+    from_worker,
+    pack,
+)
 from quire.errors import QueueFull
 
 HANG_LIMIT_S = 30.0  # without a sign of life, while there is work
@@ -36,7 +47,11 @@ class WorkerProcess:
         self._limit_s = HANG_LIMIT_S
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = _spawn(theirs.fileno())
+            try:
+                self._process = _spawn(theirs.fileno())
+            except BaseException:
+                self._socket.close()
+                raise
         self._socket.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(self._socket)
@@ -44,6 +59,8 @@ class WorkerProcess:
         self._ending: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
+        self._heard_s = self._loop.time()
+        self._announced_s = 0.0
         self._loop.add_reader(self._socket, self._read)
 
     @property
@@ -54,12 +71,22 @@ class WorkerProcess:
     def is_over(self) -> bool:
         return self._is_over
 
+    @property
+    def silence_s(self) -> float:
+        """Since its last message, or since it was last given something to do."""
+        return self._loop.time() - self._heard_s
+
+    @property
+    def announced_s(self) -> float:
+        """How long it said that its silence may last. 0: it has spoken since, or never said."""
+        return self._announced_s
+
     def send(self, message: ToWorker) -> None:
-        """Never waits. Raises QueueFull where the worker has more to read than it should."""
+        """Never waits. Raises QueueFull where the worker has too much to read; what ends work is always sent."""
         frame = pack(message)
         if self._is_over:
             return
-        if self._writer.num_unsent + len(frame) > MAX_UNSENT:
+        if self._writer.num_unsent + len(frame) > MAX_UNSENT and not isinstance(message, Cancel | Finish):
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
         try:
             self._writer.send(frame)
@@ -76,7 +103,8 @@ class WorkerProcess:
             self._watch = None
         if limit_s is not None and self._watch is None and not self._is_over:
             self._limit_s = limit_s
-            self._deadline_s = self._loop.time() + limit_s
+            self._heard_s, self._announced_s = self._loop.time(), 0.0
+            self._deadline_s = self._heard_s + limit_s
             self._watch = self._loop.call_at(self._deadline_s, self._check)
 
     def end(self, reason: str = "", grace_s: float = EXIT_LIMIT_S) -> None:
@@ -110,10 +138,9 @@ class WorkerProcess:
             self.end(f"sent what is not a message: {error}")
             return
         for message in messages:
-            limit_s = self._limit_s
-            if isinstance(message, Working):
-                limit_s = max(limit_s, message.limit_s)
-            self._deadline_s = self._loop.time() + limit_s
+            self._announced_s = message.limit_s if isinstance(message, Working) else 0.0
+            self._heard_s = self._loop.time()
+            self._deadline_s = self._heard_s + max(self._limit_s, self._announced_s)
             if not self._is_over:
                 self._on_message(message)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 from collections import deque
 from struct import Struct
+from typing import NamedTuple
 
 import msgspec
 
-from quire.backends.base import Capacity
+from quire.backends.base import Capacity, RunnerFacts
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import Priority, SamplingParams
 from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
+from quire.engine.params import PinPrefix
 
 MAX_FRAME = 256 << 20  # a forged or garbled length must not allocate the machine
 MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread is gone, or has enough to do
@@ -35,6 +37,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     sampling: SamplingParams
     priority: Priority
     salt: str
+    pins: tuple[PinPrefix, ...] = ()
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -58,6 +61,27 @@ class GetStats(msgspec.Struct, tag="stats", frozen=True):
     query_id: int
 
 
+class ClearCache(msgspec.Struct, tag="clear", frozen=True):
+    """Forget all cached content, pins included. Who runs keeps its blocks."""
+
+    query_id: int
+
+
+class PinCache(msgspec.Struct, tag="pin", frozen=True):
+    """Keep what the cache has of this prefix."""
+
+    query_id: int
+    pin_id: str
+    prompt: tuple[int, ...]
+    salt: str
+    ttl_s: float
+
+
+class UnpinCache(msgspec.Struct, tag="unpin", frozen=True):
+    query_id: int
+    pin_id: str
+
+
 class Loading(msgspec.Struct, tag="loading", frozen=True):
     num_done: int  # bytes of weights
     num_bytes: int
@@ -66,12 +90,44 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     capacity: Capacity
     max_context: int
+    facts: RunnerFacts
+    timings_s: dict[str, float]  # parts of the start: "import" (the backend's libraries), "weights", "warm_up"
+
+    @property
+    def weight_bytes(self) -> int:
+        """0 where the backend cannot say; so is `kv_bytes`."""
+        return self.facts.weight_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.facts.kv_bytes
+
+
+class Started(NamedTuple):
+    """A request that waits no more. Told once: who is preempted and comes back has started before."""
+
+    request_id: int
+    waited_s: float
+    num_cached_tokens: int
+    cache: CacheExplanation | None
+
+
+class Begun(msgspec.Struct, tag="begun", frozen=True):
+    """Said before the step that admits them: if the worker does not survive it, these may be the reason."""
+
+    started: tuple[Started, ...]
 
 
 class Stepped(msgspec.Struct, tag="stepped", frozen=True):
-    """All news of one step in one message: one hand-off to the event loop, not one a token."""
+    """All news of one step in one message: one hand-off to the event loop, not one a token.
+
+    Sent after every step, news or not: it is the sign of life.
+    """
 
     outputs: tuple[EngineOutput, ...]
+    started: tuple[Started, ...] = ()  # in this step; as `Begun` said
+    num_tokens: int = 0  # computed in it, prompts and answers
+    took_s: float = 0.0
 
 
 class Working(msgspec.Struct, tag="working", frozen=True):
@@ -92,11 +148,34 @@ class Explained(msgspec.Struct, tag="explained", frozen=True):
     error: str | None = None
 
 
+class CacheAnswer(msgspec.Struct, tag="cache", frozen=True):
+    """To whoever asked to clear, pin or unpin."""
+
+    query_id: int
+    num_tokens: int = 0  # held by the pin
+    is_found: bool = True  # there was a pin of that name
+    error: str | None = None
+
+
+class TierStats(NamedTuple):
+    """Who waits in one tier."""
+
+    num_waiting: int
+    num_tokens: int
+    oldest_age_s: float  # the longest that one of them has waited, all its waits together; 0 where nobody does
+
+
 class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """How it is now, and counts since the worker began."""
+
     query_id: int
     cache: CacheStats
     num_running: int
     num_waiting: int
+    tiers: tuple[TierStats, ...]  # HIGH, NORMAL, LOW
+    num_preemptions: int
+    num_steps: int
+    num_violations: int  # laws of the core found broken by an audit
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -106,8 +185,10 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-ToWorker = Load | Add | Cancel | Finish | Explain | GetStats
-FromWorker = Loading | Ready | Stepped | Working | Refused | Explained | Stats | Failed
+Query = Explain | GetStats | ClearCache | PinCache | UnpinCache
+ToWorker = Load | Add | Cancel | Finish | Query
+Answer = Explained | Stats | CacheAnswer
+FromWorker = Loading | Ready | Begun | Stepped | Working | Refused | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

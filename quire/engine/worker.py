@@ -10,46 +10,47 @@ import contextlib
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
-from quire.core.request import Request, SamplingParams
+from quire.core.check import check_scheduler
+from quire.core.events import Admitted, Event, Preempted
+from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.build import make_engine
+from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
+from quire.engine.channel import Channel, Gone
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.wire import (
-    MAX_UNSENT,
     Add,
+    Begun,
+    CacheAnswer,
     Cancel,
+    ClearCache,
     Explain,
     Explained,
     Failed,
     Finish,
-    FrameReader,
-    FrameWriter,
-    FromWorker,
     GetStats,
     Load,
     Loading,
+    PinCache,
     Ready,
     Refused,
+    Started,
     Stats,
     Stepped,
+    TierStats,
     ToWorker,
+    UnpinCache,
     Working,
-    pack,
-    to_worker,
 )
-from quire.errors import QuireError
+from quire.errors import InvariantViolation, QuireError
 
-SIGN_OF_LIFE_S = 1.0  # at least this often while steps bring no news
+AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
 WARM_UP_TOKENS = 8
@@ -57,70 +58,26 @@ WARM_UP_TOKENS = 8
 log = logging.getLogger(__name__)
 
 
-class Gone(Exception):
-    """The other side closed its end."""
+class Observer:
+    """Hears all that happens in the scheduler, and keeps what the other side is told of."""
 
+    def __init__(self) -> None:
+        self._admitted: list[Admitted] = []
+        self.num_preemptions = 0
 
-class Channel:
-    def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
-        peer.setblocking(False)
-        self._reader = FrameReader()
-        self._writer = FrameWriter(peer)
-        self.last_sent_s = time.monotonic()
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Admitted):
+            if not event.is_resumed:
+                self._admitted.append(event)
+        elif isinstance(event, Preempted):
+            self.num_preemptions += 1
 
-    def send(self, message: FromWorker) -> None:
-        self.last_sent_s = time.monotonic()
-        try:
-            self._writer.send(pack(message))
-        except (BrokenPipeError, ConnectionResetError):
-            raise Gone from None
-        if self._writer.num_unsent > MAX_UNSENT:
-            raise Gone
-
-    def receive(self, *, wait: bool) -> list[ToWorker]:
-        """All that has arrived. With `wait`, sleeps until a message has."""
-        messages: list[ToWorker] = []
-        while True:
-            is_done = bool(messages) or not wait
-            writing = [self._peer] if self._writer.num_unsent else []
-            readable, writable, _ = select.select([self._peer], writing, [], 0 if is_done else None)
-            if writable:
-                self._flush()
-            if readable:
-                messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
-            elif is_done:
-                return messages
-
-    def _read(self) -> list[bytes]:
-        try:
-            data = self._peer.recv(1 << 20)
-        except BlockingIOError:
+    def pop_admitted(self) -> list[Admitted]:
+        """Those who began since the last call."""
+        if not self._admitted:
             return []
-        except ConnectionResetError:
-            raise Gone from None
-        if not data:
-            raise Gone
-        return self._reader.feed(data)
-
-    def _decode(self, frame: bytes) -> ToWorker | None:
-        """A message that is none of ours ends the request it speaks of, and nobody else's."""
-        try:
-            message: ToWorker = to_worker.decode(frame)
-            return message
-        except msgspec.DecodeError as error:
-            log.error("a message could not be read: %s", error)
-            found = msgspec.msgpack.decode(frame)
-            ids = found.get("request_ids") if isinstance(found, dict) else None
-            if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
-                self.send(Refused(tuple(ids), "InvalidRequest", str(error)))
-            return None
-
-    def _flush(self) -> None:
-        try:
-            self._writer.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            raise Gone from None
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
 
 class Pace:
@@ -138,11 +95,19 @@ class Pace:
 
 
 class Worker:
-    def __init__(self, channel: Channel, engine: Engine) -> None:
+    """`observer` is the one the engine's scheduler was made with."""
+
+    def __init__(self, channel: Channel, engine: Engine, observer: Observer) -> None:
         self._channel = channel
         self._engine = engine
+        self._observer = observer
         self._pace = Pace()
         self._num_step_tokens = 0
+        self._started: tuple[Started, ...] = ()  # in the step that runs
+        self._num_steps = 0
+        self._num_violations = 0
+        self._last_step_s = 0.0
+        self._is_audited = True  # nothing has happened since
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
@@ -150,38 +115,86 @@ class Worker:
             Finish: self._finish,
             Explain: self._explain,
             GetStats: self._stats,
+            ClearCache: self._clear_cache,
+            PinCache: self._pin,
+            UnpinCache: self._unpin,
         }
 
     def warm_up(self) -> None:
         """Two tokens of nothing: the first step of a run is slow, and the pace of steps must be known to judge them."""
-        self._engine.add(0, (0,) * WARM_UP_TOKENS, SamplingParams(temperature=0, max_tokens=2))
-        while self._engine.has_work:
-            self._timed_step()
-        self._engine.scheduler.cache.clear()
+        runner = self._engine.runner
+        spare = Engine(runner, make_scheduler(runner, EngineConfig()), on_plan=self._note)  # no trace in our books
+        num_tokens = min(WARM_UP_TOKENS, spare.scheduler.max_context - 1)
+        spare.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=2))
+        while spare.has_work:
+            self._timed_step(spare)
 
     def run(self, waiting: Sequence[ToWorker] = ()) -> None:
         """Until the other side goes away."""
-        for message in waiting:
-            self._handlers[type(message)](message)
+        self._handle(waiting)
         while True:
-            for message in self._channel.receive(wait=not self._engine.has_work):
-                self._handlers[type(message)](message)
+            messages = self._channel.receive(self._sleep_s())
+            self._handle(messages)
             if self._engine.has_work:
-                outputs = self._timed_step()
-                if outputs or time.monotonic() - self._channel.last_sent_s > SIGN_OF_LIFE_S:
-                    self._channel.send(Stepped(tuple(outputs)))
+                self._step()
+            elif not messages:
+                self._audit()
+
+    def _handle(self, messages: Sequence[ToWorker]) -> None:
+        for message in messages:
+            self._handlers[type(message)](message)
+
+    def _sleep_s(self) -> float | None:
+        """How long to wait for orders. None: for ever, because idle costs nothing."""
+        if self._engine.has_work:
+            return 0.0
+        return None if self._is_audited else max(self._last_step_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
+
+    # Steps
+
+    def _step(self) -> None:
+        outputs, took_s = self._timed_step(self._engine)
+        self._num_steps += 1
+        self._last_step_s = time.monotonic()
+        self._is_audited = False
+        self._channel.send(Stepped(tuple(outputs), self._started, self._num_step_tokens, took_s))
+
+    def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], float]:
+        start_s = time.monotonic()
+        outputs = engine.step()
+        took_s = time.monotonic() - start_s
+        self._pace.learn(self._num_step_tokens, took_s)
+        return outputs, took_s
+
+    def _note(self, plan: StepPlan) -> None:
+        self._num_step_tokens = plan.num_tokens
 
     def _announce(self, plan: StepPlan) -> None:
-        self._num_step_tokens = plan.num_tokens
+        """Before a step runs: who begins in it, and that it will be long."""
+        self._note(plan)
+        self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
+        if self._started:
+            self._channel.send(Begun(self._started))
         predicted_s = self._pace.predict_s(plan.num_tokens)
         if predicted_s > LONG_STEP_S:
             self._channel.send(Working(PATIENCE_FACTOR * predicted_s))
 
-    def _timed_step(self) -> list[EngineOutput]:
-        start_s = time.monotonic()
-        outputs = self._engine.step()
-        self._pace.learn(self._num_step_tokens, time.monotonic() - start_s)
-        return outputs
+    def _describe(self, event: Admitted) -> Started:
+        request = self._engine.scheduler.get(event.request_id)
+        assert request is not None  # admitted a moment ago, and its step has not run
+        return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
+
+    def _audit(self) -> None:
+        """The laws of the core, once the work is done. A cache that breaks one is given up; the worker goes on."""
+        self._is_audited = True
+        try:
+            check_scheduler(self._engine.scheduler)
+        except InvariantViolation as violation:
+            self._num_violations += 1
+            log.error("a law of the core is broken, and the cache is cleared: %s", violation)
+            self._engine.scheduler.cache.clear()
+
+    # Orders
 
     def _add(self, message: Add) -> None:
         """All samples or none."""
@@ -195,6 +208,7 @@ class Worker:
                     priority=message.priority,
                     salt=message.salt,
                     parent_id=message.request_ids[0] if index else None,
+                    pins=() if index else message.pins,
                 )
                 added.append(request_id)
         except QuireError as error:
@@ -211,6 +225,8 @@ class Worker:
         except QuireError:
             self._engine.cancel(message.request_id)
 
+    # Questions
+
     def _explain(self, message: Explain) -> None:
         try:
             request = Request(0, message.prompt, salt=message.salt)
@@ -221,8 +237,47 @@ class Worker:
     def _stats(self, message: GetStats) -> None:
         scheduler = self._engine.scheduler
         self._channel.send(
-            Stats(message.query_id, scheduler.cache.stats(), len(scheduler.running), len(scheduler.waiting))
+            Stats(
+                message.query_id,
+                cache=scheduler.cache.stats(),
+                num_running=len(scheduler.running),
+                num_waiting=len(scheduler.waiting),
+                tiers=tier_stats(scheduler.waiting, self._engine.clock()),
+                num_preemptions=self._observer.num_preemptions,
+                num_steps=self._num_steps,
+                num_violations=self._num_violations,
+            )
         )
+
+    def _clear_cache(self, message: ClearCache) -> None:
+        self._engine.scheduler.cache.clear()
+        self._channel.send(CacheAnswer(message.query_id))
+
+    def _pin(self, message: PinCache) -> None:
+        try:
+            num_tokens = self._engine.pin(message.pin_id, message.prompt, message.salt, message.ttl_s)
+            self._channel.send(CacheAnswer(message.query_id, num_tokens))
+        except QuireError as error:
+            self._channel.send(CacheAnswer(message.query_id, error=str(error)))
+
+    def _unpin(self, message: UnpinCache) -> None:
+        is_found = self._engine.scheduler.cache.pins.unpin(message.pin_id)
+        self._channel.send(CacheAnswer(message.query_id, is_found=is_found))
+
+
+def tier_stats(waiting: Iterable[Request], now_ns: int) -> tuple[TierStats, ...]:
+    """Of every priority, most urgent first."""
+    tiers: dict[Priority, list[Request]] = {priority: [] for priority in Priority}
+    for request in waiting:
+        tiers[request.priority].append(request)
+    return tuple(
+        TierStats(
+            num_waiting=len(requests),
+            num_tokens=sum(len(request.tokens) for request in requests),
+            oldest_age_s=max((now_ns - one.enqueued_ns + one.earlier_waits_ns for one in requests), default=0) / 1e9,
+        )
+        for requests in tiers.values()
+    )
 
 
 def serve(peer: socket.socket) -> int:
@@ -243,18 +298,31 @@ def serve(peer: socket.socket) -> int:
 
 
 def _load_and_run(channel: Channel) -> int:
-    first, *rest = channel.receive(wait=True)
+    first, *rest = channel.receive(None)
     if not isinstance(first, Load):
         raise ValueError(f"the first message is {type(first).__name__}, not Load")
-    engine = make_engine(Path(first.path), first.config, _Throttled(channel))
+    timings_s: dict[str, float] = {}
+    observer = Observer()
+    with _timed(timings_s, "import"):
+        import_backend(first.config)
+    with _timed(timings_s, "weights"):
+        engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer)
     try:
-        worker = Worker(channel, engine)
-        worker.warm_up()
-        channel.send(Ready(engine.capacity, engine.scheduler.max_context))
+        worker = Worker(channel, engine, observer)
+        with _timed(timings_s, "warm_up"):
+            worker.warm_up()
+        channel.send(Ready(engine.capacity, engine.scheduler.max_context, engine.runner.facts(), timings_s))
         worker.run(rest)
     finally:
         engine.close()
     return 0
+
+
+@contextlib.contextmanager
+def _timed(timings_s: dict[str, float], name: str) -> Iterator[None]:
+    start_s = time.monotonic()
+    yield
+    timings_s[name] = time.monotonic() - start_s
 
 
 class _Throttled:
@@ -273,7 +341,8 @@ class _Throttled:
 
 def main() -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us: it decides what ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for whoever started us, who may first serve to the end
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as peer:
         code = serve(peer)

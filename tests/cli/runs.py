@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ def quire(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -
 class Terminal:
     """A process whose stdin, stdout and stderr are one terminal."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.screen = ""
         self._fd, theirs = pty.openpty()
         # Not pty.fork: this process may have threads. The new one makes the terminal its own, so that ^C reaches it.
@@ -44,6 +44,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
+            env={**os.environ, **(env or {})},
         )
         os.close(theirs)
 
@@ -90,43 +91,32 @@ class EchoLLM:
     seen: list[list[dict[str, str]]] = field(default_factory=list)
     params: GenerationParams | None = None
 
-    def __enter__(self) -> EchoLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
     @property
     def text(self) -> Any:
-        template = SimpleNamespace(exists=self.has_template)
-        return SimpleNamespace(name="echo", template=template, encode_chat=self._encode, request=self._request)
+        return SimpleNamespace(template=SimpleNamespace(exists=self.has_template))
 
     def chat(self, messages: list[dict[str, str]], params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
         self.seen.append(messages)
+        self.params = params
+        num_words = len(" ".join(message["content"] for message in messages).split())
+        if num_words > self.max_context:
+            raise ContextTooLong(f"prompt of {num_words} tokens exceeds the context of {self.max_context} tokens")
         return self.generate(messages[-1]["content"], params, on_output)
 
     def generate(self, prompt: str, params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
         completions: list[Completion] = []
+        num_tokens = 0
         for index in reversed(range(params.n)):  # the last first: printing must put them in order
             answer = f"{prompt} {index}" if params.n > 1 else prompt
-            on_output(0, Delta(index, answer, (1, 2), (), self.finish, None, self.error))
-            completions.insert(0, Completion(index, answer, (1, 2), self.finish, error=self.error))
-        return [GenerationOutput((1, 2, 3), tuple(completions), Usage(3, 2 * params.n, 0), None)]
-
-    def stream(self, words: list[str]) -> Iterator[Delta]:
-        for word in words:
-            yield Delta(0, f"{word} ", (1,), (), None, None)
-        yield Delta(0, "", (), (), self.finish, None, self.error)
+            words = re.findall(r"\S+\s*|\s+", answer)
+            for word in words:
+                on_output(0, Delta(index, word, (1,), (), None, None))
+            on_output(0, Delta(index, "", (), (), self.finish, None, self.error))
+            completions.insert(0, Completion(index, answer, (1,) * len(words), self.finish, error=self.error))
+            num_tokens += len(words)
+        return [GenerationOutput((1, 2, 3), tuple(completions), Usage(3, num_tokens, 0), None)]
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(10, 8, 2, 0, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0)
 
-    def _encode(self, chat: Any, max_context: int) -> list[str]:
-        self.seen.append([{"role": str(one.role), "content": one.text} for one in chat.messages])
-        words = " ".join(message.text for message in chat.messages).split()
-        if len(words) > max_context:
-            raise ContextTooLong(f"prompt of {len(words)} tokens exceeds the context of {max_context} tokens")
-        return words
-
-    def _request(self, _prompt: list[str], params: GenerationParams) -> list[str]:
-        self.params = params
-        return self.seen[-1][-1]["content"].split()
+    def close(self) -> None: ...

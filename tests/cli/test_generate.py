@@ -18,6 +18,7 @@ from quire.cli.loading import Pace, parse_bytes
 from quire.cli.main import app
 from quire.core.request import FinishReason
 from quire.errors import InvalidRequest
+from quire.weights.hub import DEFAULT_MODEL
 from tests.cli.runs import EchoLLM, Terminal, quire
 
 QUESTION = "What is the capital of France?"
@@ -194,7 +195,9 @@ def test_several_answers_come_in_their_order() -> None:
 
 def test_without_a_template_raw_is_the_way(echo: EchoLLM) -> None:
     echo.has_template = False
-    assert str(run("Hi").exception) == "echo has no chat template: use --raw to continue the prompt as it is"
+    assert (
+        str(run("Hi").exception) == f"{DEFAULT_MODEL} has no chat template: use --raw to continue the prompt as it is"
+    )
     assert run("Hi", "--raw").stdout == "Hi\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from quire.backends.torch.sampling import (
 )
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
+from quire.weights.names import expected_tensors
 
 PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
@@ -72,8 +74,15 @@ class TorchRunner:
     def facts(self) -> RunnerFacts:
         device, dtype = self.store.device, str(self.store.dtype).removeprefix("torch.")
         is_cpu = device.type == "cpu"
-        name = "cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})"
-        return RunnerFacts(f"torch {torch.__version__}", name, dtype, torch.get_num_threads() if is_cpu else 1)
+        num_weights = sum(math.prod(shape) for shape in expected_tensors(self.model.spec).values())
+        return RunnerFacts(
+            backend=f"torch {torch.__version__}",
+            device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
+            dtype=dtype,
+            num_threads=torch.get_num_threads() if is_cpu else 1,
+            weight_bytes=num_weights * self.store.dtype.itemsize,
+            kv_bytes=sum(layer.nbytes for layer in self.store.layers),
+        )
 
     def use_threads(self, num_threads: int) -> None:
         if self.store.device.type == "cpu":

@@ -1,0 +1,53 @@
+"""The first words of a server: one question asked twice through its own front door, to show that the cache works."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+QUESTION = "What is the capital of France?"
+LIMIT_S = 300.0
+
+
+def say_hello(url: str, model: str, keys: Sequence[str]) -> None:
+    """In a thread: whoever calls runs the loop that has to answer."""
+    threading.Thread(target=_ask_twice, args=(url, model, keys), name="quire-hello", daemon=True).start()
+
+
+def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
+    try:
+        for number in (1, 2):
+            answer = _ask(url, model, keys)
+            text = answer["choices"][0]["message"]["content"].strip()
+            typer.echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
+            typer.echo(f"  cache: {answer['cache']['message']}")
+        typer.echo("")
+    except (OSError, KeyError, ValueError) as error:
+        typer.echo(f"  the first question failed: {error}", err=True)
+
+
+def _ask(url: str, model: str, keys: Sequence[str]) -> Any:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "cache": True,
+    }
+    headers = {"content-type": "application/json"}
+    if keys:
+        headers["authorization"] = f"Bearer {keys[0]}"
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    context = None
+    if url.startswith("https"):  # our own certificate, on this machine: its name need not be this machine's
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    with urllib.request.urlopen(request, timeout=LIMIT_S, context=context) as response:
+        return json.load(response)

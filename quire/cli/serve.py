@@ -1,0 +1,271 @@
+"""`quire serve`: a model behind the OpenAI and Anthropic protocols.
+
+Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file, in that order.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import loading
+from quire.cli.hello import say_hello
+from quire.errors import InvalidRequest, MissingExtra
+from quire.weights.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from quire.server.config import ServeConfig
+    from quire.server.run import Startup
+
+CONTEXT = {"auto_envvar_prefix": "QUIRE"}
+# Where a field of the configs is not called like its option.
+FLAGS = {
+    "num_threads": "--threads",
+    "kv_bytes": "--kv-memory",
+    "max_seqs": "--max-num-seqs",
+    "max_context": "--max-model-len",
+    "max_step_tokens": "--max-num-batched-tokens",
+    "policy": "--scheduling-policy",
+    "patience_s": "--patience",
+    "queue_timeout_s": "--queue-timeout",
+    "drain_s": "--drain",
+    "max_body_bytes": "--max-body-size",
+    "body_timeout_s": "--body-timeout",
+    "header_timeout_s": "--header-timeout",
+    "slow_reader_s": "--slow-client-timeout",
+    "keep_alive_s": "--keep-alive-interval",
+    "hang_limit_s": "--hang-limit",
+}
+Opt = typer.Option
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Values of the YAML file become defaults, so that flags and the environment go before them."""
+    if path is None:
+        return None
+    import msgspec
+
+    try:
+        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
+    except ImportError as error:
+        raise MissingExtra("--config needs PyYAML: pip install 'quire[server]'", name=error.name) from None
+    except ValueError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
+    known = {parameter.name for parameter in context.command.params}
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name in values:
+        if name not in known or name == "config":
+            raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `quire serve`")
+    context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A name, a folder or a .gguf file.", envvar="QUIRE_MODEL")] = None,
+    config: Annotated[Path | None, Opt(help="YAML file of options.", is_eager=True, callback=read_config)] = None,
+    host: Annotated[str, Opt(help="Where to listen. Anything but this machine needs a key.")] = "127.0.0.1",
+    port: Annotated[int, Opt(help="0: any free one.")] = 8000,
+    served_model_name: Annotated[list[str] | None, Opt(help="Names clients may use; repeatable.")] = None,
+    api_key: Annotated[list[str] | None, Opt(help="Who has it may ask; repeatable.")] = None,
+    admin_api_key: Annotated[list[str] | None, Opt(help="Who has it may also clear and pin; repeatable.")] = None,
+    api_keys_file: Annotated[Path | None, Opt(help="YAML: keys with names, tiers and limits.")] = None,
+    insecure: Annotated[bool, Opt("--insecure", help="Let other machines in without a key.")] = False,
+    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Between keys.")] = False,
+    max_model_len: Annotated[int | None, Opt(help="Most tokens of prompt and answer.")] = None,
+    max_num_seqs: Annotated[int, Opt(help="Requests in one step.")] = 64,
+    max_num_batched_tokens: Annotated[int, Opt(help="Tokens in one step.")] = 2048,
+    max_chunk_tokens: Annotated[int, Opt(help="Of one prompt in one step.")] = 512,
+    block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
+    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache; by memory if not given.")] = None,
+    kv_memory: loading.MemoryOption = None,
+    enable_prefix_caching: Annotated[bool, Opt(help="Reuse what is computed.")] = True,
+    backend: Annotated[str, Opt(help="What computes: torch.")] = "torch",
+    dtype: loading.DtypeOption = "auto",
+    device: loading.DeviceOption = "auto",
+    threads: loading.ThreadsOption = None,
+    scheduling_policy: Annotated[str, Opt(help="aging or fcfs.")] = "aging",
+    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier; 10.")] = None,
+    max_queue: Annotated[int, Opt(help="Requests that may wait; more get 429.")] = 512,
+    max_queued_tokens: Annotated[int, Opt(help="Tokens that may wait.")] = 1 << 20,
+    queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
+    drain: Annotated[float, Opt(help="Seconds for requests under way after SIGTERM.")] = 30.0,
+    max_body_size: Annotated[str, Opt(metavar="SIZE", help="Of a request.")] = "16M",
+    body_timeout: Annotated[float, Opt(help="Seconds for a body to arrive, and one for each MiB.")] = 10.0,
+    header_timeout: Annotated[float, Opt(help="Seconds for headers to arrive.")] = 10.0,
+    slow_client_timeout: Annotated[float, Opt(help="Seconds a stream may go unread.")] = 30.0,
+    keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a silent stream.")] = 10.0,
+    max_connections: Annotated[int, Opt(help="At once.")] = 4096,
+    hang_limit: Annotated[float, Opt(help="Seconds of silence after which the model's process is replaced.")] = 30.0,
+    allowed_origins: Annotated[list[str] | None, Opt(help="Web pages that may call (CORS); repeatable.")] = None,
+    allowed_hosts: Annotated[list[str] | None, Opt(help="Host names to answer to without a key; repeatable.")] = None,
+    ssl_certfile: Annotated[Path | None, Opt(help="TLS certificate.")] = None,
+    ssl_keyfile: Annotated[Path | None, Opt(help="Its private key.")] = None,
+    root_path: Annotated[str, Opt(help="Path prefix a proxy strips.")] = "",
+    metrics_compat: Annotated[str | None, Opt(help="vllm: metrics under vLLM's names as well.")] = None,
+    log_level: Annotated[str, Opt(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, Opt(help="text or json.")] = "text",
+    hello: Annotated[bool, Opt("--hello", help="Ask it something once it is up, and show what the cache did.")] = False,
+) -> None:
+    """Serve a model to OpenAI and Anthropic clients. Each option is also QUIRE_NAME in the environment."""
+    _serve(dict(locals()))
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Let an error name the option as it is typed, not the field it became."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name, _, rest = str(error).partition(" = ")
+        if rest and re.fullmatch(r"[a-z_]+", name):
+            raise InvalidRequest(f"{FLAGS.get(name, '--' + name.replace('_', '-'))} = {rest}") from None
+        raise
+
+
+def _serve(options: dict[str, Any]) -> None:
+    try:
+        from quire.server.logs import setup_logging
+        from quire.server.run import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("quire"):
+            raise
+        raise MissingExtra(f"the server needs {error.name}: pip install 'quire[server]'", name=error.name) from error
+    with options_named():
+        config = make_config(options)
+    setup_logging(config.log_level, as_json=config.log_format == "json")
+
+    def on_ready(startup: Startup) -> None:
+        announce(startup)
+        if options["hello"]:
+            say_hello(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
+
+    with loading.loading_bar(config.names[0]) as progress:
+        run(config, on_ready=on_ready, on_loading=progress)
+
+
+def make_config(options: dict[str, Any]) -> ServeConfig:
+    """Of what was given. Refuses what can never work before a model is fetched."""
+    from quire.engine.build import EngineConfig
+    from quire.server.config import ServeConfig
+
+    kv_memory = options["kv_memory"]
+    engine = EngineConfig(
+        backend=options["backend"],
+        device=options["device"],
+        dtype=options["dtype"],
+        num_threads=options["threads"],
+        block_size=options["block_size"],
+        num_blocks=options["num_blocks"],
+        kv_bytes=None if kv_memory is None else loading.parse_bytes("--kv-memory", kv_memory),
+        max_seqs=options["max_num_seqs"],
+        max_context=options["max_model_len"],
+        max_step_tokens=options["max_num_batched_tokens"],
+        max_chunk_tokens=options["max_chunk_tokens"],
+        max_waiting=max(4096, 32 * options["max_queue"]),
+        policy=options["scheduling_policy"],
+        patience_s=options["patience"],
+        is_caching=options["enable_prefix_caching"],
+    )
+    draft = ServeConfig(
+        path=Path(),
+        names=tuple(options["served_model_name"] or (_served_name(options["model"]),)),
+        engine=engine,
+        host=options["host"],
+        port=options["port"],
+        api_keys=tuple(options["api_key"] or ()),
+        admin_api_keys=tuple(options["admin_api_key"] or ()),
+        api_keys_file=options["api_keys_file"],
+        is_insecure=options["insecure"],
+        is_cache_shared=options["share_prefix_cache"],
+        max_queue=options["max_queue"],
+        max_queued_tokens=options["max_queued_tokens"],
+        queue_timeout_s=options["queue_timeout"],
+        drain_s=options["drain"],
+        max_body_bytes=loading.parse_bytes("--max-body-size", options["max_body_size"]),
+        body_timeout_s=options["body_timeout"],
+        header_timeout_s=options["header_timeout"],
+        slow_reader_s=options["slow_client_timeout"],
+        keep_alive_s=options["keep_alive_interval"],
+        max_connections=options["max_connections"],
+        hang_limit_s=options["hang_limit"],
+        allowed_origins=tuple(options["allowed_origins"] or ()),
+        allowed_hosts=tuple(options["allowed_hosts"] or ()),
+        ssl_certfile=options["ssl_certfile"],
+        ssl_keyfile=options["ssl_keyfile"],
+        root_path=options["root_path"],
+        metrics_compat=options["metrics_compat"],
+        log_level=options["log_level"],
+        log_format=options["log_format"],
+    )
+    return with_model(draft, options["model"])
+
+
+def with_model(config: ServeConfig, model: str | None) -> ServeConfig:
+    from dataclasses import replace
+
+    return replace(config, path=loading.locate(model))
+
+
+def _served_name(model: str | None) -> str:
+    """What clients call it: its name, or the name of its file or folder."""
+    name = model or DEFAULT_MODEL
+    if Path(name).exists():
+        found = Path(name).resolve()
+        return found.stem if found.is_file() else found.name
+    return name
+
+
+def announce(startup: Startup) -> None:
+    """On stdout: where it is, what was chosen and why, and lines to paste."""
+    config, ready = startup.config, startup.ready
+    capacity, facts = ready.capacity, ready.facts
+    num_blocks = capacity.num_blocks - 1
+    parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in startup.timings_s.items() if name != "all")
+    key = "YOUR_KEY" if config.has_keys else "none"
+    tokens = f"{num_blocks * capacity.block_size:,} tokens in {num_blocks:,} blocks of {capacity.block_size}"
+    lines = [
+        f"quire serves {startup.model} at {config.url}",
+        "",
+        f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
+        f"  memory     weights {_gb(ready.weight_bytes)}, KV cache {_gb(ready.kv_bytes)}: {tokens} ({_why(config)})",
+        f"  takes      {capacity.max_seqs} requests at once, up to {ready.max_context:,} tokens each;"
+        f" {config.max_queue} more may wait",
+        f"  open to    {_audience(config)}",
+        f"  started    in {startup.timings_s['all']:.1f} s: {parts}",
+        "",
+        f"  export OPENAI_BASE_URL={config.url}/v1",
+        f"  export OPENAI_API_KEY={key}",
+        f"  export ANTHROPIC_BASE_URL={config.url}",
+        f"  export ANTHROPIC_API_KEY={key}",
+        "",
+        f"  API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
+        "",
+    ]
+    typer.echo("\n".join(lines))
+    sys.stdout.flush()
+
+
+def _why(config: ServeConfig) -> str:
+    if config.engine.num_blocks is not None:
+        return "--num-blocks"
+    if config.engine.kv_bytes is not None:
+        return "--kv-memory"
+    return "chosen by free memory; --kv-memory sets it"
+
+
+def _audience(config: ServeConfig) -> str:
+    if config.has_keys:
+        return "those who have a key"
+    return "this machine only, without a key" if config.is_local else "EVERYONE who can reach it, without a key"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes else "unknown"

@@ -1,0 +1,117 @@
+"""Who answers: `generate` and `chat` ask a `Speaker`, and do not care whether the model is in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.errors import RequestFailed
+
+if TYPE_CHECKING:
+    from quire.core.kv_cache import CacheStats
+    from quire.engine.llm import LLM
+    from quire.engine.outputs import Delta, TokenLogprob
+    from quire.engine.params import GenerationParams
+
+Ask = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of one sample at once."""
+
+    index: int  # of the sample
+    text: str
+    num_tokens: int | None  # None: who answers does not count them
+    logprobs: tuple[dict[str, Any], ...] = ()  # as --json prints them
+    finish_reason: str | None = None
+    stop: str | None = None  # the stop string that ended it
+    is_stop_known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    prompt_tokens: int
+    completion_tokens: int  # of all samples
+    cached_tokens: int
+    cache: dict[str, Any] | None  # how far the prompt was cached and why not further, as --json prints it
+
+
+Take = Callable[[Piece], None]
+
+
+class Speaker(Protocol):
+    """A callback and no iterator: an LLM gives the exact bill only where it drives the whole answer itself."""
+
+    name: str  # of the model
+    max_context: int
+    has_template: bool
+
+    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill | None:
+        """Piece by piece, until all samples have ended. What `take` raises, Ctrl-C too, ends the request and comes out.
+
+        RequestFailed where the answer broke off. None: who answers sent no bill.
+        """
+
+    def cache_stats(self) -> CacheStats: ...
+
+    def close(self) -> None: ...
+
+
+class LocalSpeaker:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self.llm = llm
+        self.name = name
+        self.max_context = llm.max_context
+        self.has_template = llm.text.template.exists
+
+    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill:
+        problem: Exception | None = None
+
+        def pass_on(_number: int, delta: Delta) -> None:
+            nonlocal problem
+            try:
+                take(_piece(delta))
+            except Exception as error:
+                problem = error  # an LLM makes it the error of this request; here it is the caller's own
+                raise
+
+        if isinstance(ask, str):
+            (output,) = self.llm.generate(ask, params, on_output=pass_on)
+        else:
+            (output,) = self.llm.chat([dict(message) for message in ask], params, on_output=pass_on)
+        if problem is not None:
+            raise problem
+        for completion in output.completions:
+            if completion.error is not None:
+                raise RequestFailed(completion.error)
+        return Bill(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
+
+    def cache_stats(self) -> CacheStats:
+        return self.llm.cache_stats()
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+def _piece(delta: Delta) -> Piece:
+    reason = None if delta.finish_reason is None else delta.finish_reason.value
+    return Piece(delta.index, delta.text, len(delta.token_ids), _documents(delta.logprobs), reason, delta.stop)
+
+
+def _documents(entries: Sequence[TokenLogprob]) -> tuple[dict[str, Any], ...]:
+    """`bytes` beside the text: a token may be part of a character."""
+    return tuple(
+        {
+            "token_id": entry.token_id,
+            "text": entry.text,
+            "bytes": list(entry.data),
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            **({"top": list(_documents(entry.top))} if entry.top else {}),
+        }
+        for entry in entries
+    )

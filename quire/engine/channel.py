@@ -1,0 +1,81 @@
+"""The worker's end of the socket: orders in, news out. Never waits for a reader."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+
+import msgspec
+
+from quire.engine.wire import MAX_UNSENT, FrameReader, FrameWriter, FromWorker, Refused, ToWorker, pack, to_worker
+
+log = logging.getLogger(__name__)
+
+
+class Gone(Exception):
+    """The other side closed its end, or has stopped reading."""
+
+
+class Channel:
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        peer.setblocking(False)
+        self._reader = FrameReader()
+        self._writer = FrameWriter(peer)
+
+    def send(self, message: FromWorker) -> None:
+        try:
+            self._writer.send(pack(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise Gone from None
+        if self._writer.num_unsent > MAX_UNSENT:
+            raise Gone
+
+    def receive(self, timeout_s: float | None) -> list[ToWorker]:
+        """All that has arrived. Where nothing has, sleeps until something does, or so long; None: for ever."""
+        messages: list[ToWorker] = []
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
+            if messages:
+                left_s = 0.0
+            writing = [self._peer] if self._writer.num_unsent else []
+            readable, writable, _ = select.select([self._peer], writing, [], left_s)
+            if writable:
+                self._flush()
+            if readable:
+                messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
+            elif left_s == 0.0:
+                return messages
+
+    def _read(self) -> list[bytes]:
+        try:
+            data = self._peer.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except ConnectionResetError:
+            raise Gone from None
+        if not data:
+            raise Gone
+        return self._reader.feed(data)
+
+    def _decode(self, frame: bytes) -> ToWorker | None:
+        """A message that is none of ours ends the request it speaks of, and nobody else's."""
+        try:
+            message: ToWorker = to_worker.decode(frame)
+            return message
+        except msgspec.DecodeError as error:
+            log.error("a message could not be read: %s", error)
+            found = msgspec.msgpack.decode(frame)
+            ids = found.get("request_ids") if isinstance(found, dict) else None
+            if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+                self.send(Refused(tuple(ids), "InvalidRequest", str(error)))
+            return None
+
+    def _flush(self) -> None:
+        try:
+            self._writer.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            raise Gone from None

@@ -1,0 +1,162 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `Ask` and one `Work`.
+
+Two things are as a careful reader of the SDK would want them, where Anthropic's API leaves it open: an answer without
+text still has its one, empty, text block, and max_tokens = 0 fills the cache and answers with no block at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.core.request import FinishReason
+from quire.errors import RequestFailed
+from quire.server.anthropic.parsing import TTL_S, conversation, to_ask
+from quire.server.anthropic.support import refuse_unsupported
+from quire.server.anthropic.types import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CacheCreation,
+    CountTokensRequest,
+    DeltaUsage,
+    Event,
+    MessageDelta,
+    MessageResponse,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    TokenCount,
+)
+from quire.server.cache_view import CacheView, view
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.call import Call
+    from quire.server.service import Service
+    from quire.server.work import Work
+
+_encoder = msgspec.json.Encoder()
+
+
+async def messages(call: Call) -> Response:
+    body = await call.body(MessagesRequest)
+    work = await call.open(to_ask(body))
+    reply = Reply(work, body.max_tokens, hour_tokens(call.service, work))
+    if work.ask.is_streaming:
+        return await call.stream(work, reply.events())
+    one = (await call.result(work))[0].completions[0]
+    return call.json(reply.answer(one.text, one.finish_reason, one.stop))
+
+
+async def count_tokens(call: Call) -> Response:
+    """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
+    body = await call.body(CountTokensRequest)
+    refuse_unsupported(body)
+    call.service.check_model(body.model)
+    chat, _ = conversation(body)
+    return call.json(TokenCount(len(await call.service.encode(chat))))
+
+
+def hour_tokens(service: Service, work: Work) -> int:
+    """How many tokens of the prompt are kept for an hour; the others of `pinned_tokens` are kept for five minutes."""
+    request = work.requests[0]
+    pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])
+    return service.pinned_tokens(replace(request, pins=pins)) if pins else 0
+
+
+class Reply:
+    """What is said about one work, as it goes or at its end."""
+
+    def __init__(self, work: Work, max_tokens: int, num_hour_tokens: int = 0) -> None:
+        self._work = work
+        self._max_tokens = max_tokens
+        self._num_hour_tokens = num_hour_tokens
+
+    def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
+        end = self._stop(finish, stop)
+        content = [TextBlock(text)] if self._max_tokens else []
+        return self._message(content, end, self._cache())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """In the order the SDK enforces. The first waits until the prompt runs: then the cache's part is known."""
+        await self._work.wait_start()
+        start = event(MessageStart(self._message([])))
+        yield start + event(BlockStart(0, TextBlock(""))) if self._max_tokens else start
+        finish: FinishReason | None = None
+        stop: str | None = None
+        async for batch in self._work.batches():
+            text = "".join(delta.text for _, delta in batch)
+            if text and self._max_tokens:
+                yield event(BlockDelta(0, TextDelta(text)))
+            last = batch[-1][1]
+            if last.finish_reason is not None:
+                finish, stop = last.finish_reason, last.stop
+        end = event(MessageDelta(self._stop(finish, stop), self._delta_usage(), self._cache())) + event(MessageStop())
+        yield event(BlockStop(0)) + end if self._max_tokens else end
+
+    def usage(self) -> MessageUsage:
+        usage = self._work.usage
+        read = usage.cached_tokens
+        created = max(0, self._work.pinned_tokens - read)
+        created_1h = min(created, max(0, self._num_hour_tokens - read))
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - read - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=read,
+            cache_creation=CacheCreation(created - created_1h, created_1h),
+            output_tokens=usage.completion_tokens if self._max_tokens else 0,
+        )
+
+    def _delta_usage(self) -> DeltaUsage:
+        usage = self.usage()
+        return DeltaUsage(
+            input_tokens=usage.input_tokens,
+            cache_creation_input_tokens=usage.cache_creation_input_tokens,
+            cache_read_input_tokens=usage.cache_read_input_tokens,
+            output_tokens=usage.output_tokens,
+        )
+
+    def _message(
+        self, content: list[TextBlock], end: StopDelta | None = None, cache: CacheView | UnsetType = UNSET
+    ) -> MessageResponse:
+        return MessageResponse(
+            id=f"msg_{self._work.request_id}",
+            model=self._work.model,
+            content=content,
+            stop_reason=None if end is None else end.stop_reason,
+            stop_sequence=None if end is None else end.stop_sequence,
+            usage=self.usage(),
+            cache=cache,
+        )
+
+    def _stop(self, finish: FinishReason | None, stop: str | None) -> StopDelta:
+        if not self._max_tokens:
+            return StopDelta("max_tokens", None)
+        if finish is FinishReason.LENGTH:
+            is_all = self._work.usage.completion_tokens >= self._max_tokens
+            return StopDelta("max_tokens" if is_all else "model_context_window_exceeded", None)
+        if finish is not FinishReason.STOP:
+            raise RequestFailed("the answer was cut off before its end")
+        return StopDelta("end_turn", None) if stop is None else StopDelta("stop_sequence", stop)
+
+    def _cache(self) -> CacheView | UnsetType:
+        explanation = self._work.cache
+        if not self._work.ask.wants_cache or explanation is None:
+            return UNSET
+        return view(explanation, self._work.usage.prompt_tokens)
+
+
+def event(news: Event) -> bytes:
+    name = news.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(news) + b"\n\n"

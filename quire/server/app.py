@@ -1,0 +1,233 @@
+"""The routes, and the one way in: every request passes host, origin, key and limits here, on the route itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from ipaddress import ip_address
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire import __version__
+from quire.server import cache, ops
+from quire.server.anthropic import messages as anthropic
+from quire.server.anthropic.errors import ANTHROPIC
+from quire.server.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from quire.server.auth import KeyRing, presented
+from quire.server.call import Call, CallLimits, Handler, answer
+from quire.server.docs_page import HEADERS, PAGE
+from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.openai import chat, completions, models
+from quire.server.openai.errors import OPENAI
+from quire.server.openai.types import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
+from quire.server.schema import openapi
+from quire.server.service import Service
+
+
+class Access(Enum):
+    PUBLIC = "public"
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row of the route table. Denies by default: only what says PUBLIC is."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    dialect: Dialect = OPENAI
+    access: Access = Access.USER
+    streams: bool = False
+    generates: bool = False  # refused before its body is read while there is no room
+    tag: str = "server"
+
+
+async def openapi_json(call: Call) -> Response:
+    body = await asyncio.to_thread(_openapi_bytes, call.service.model)
+    return Response(body, 200, call.headers, "application/json")
+
+
+@lru_cache(maxsize=4)
+def _openapi_bytes(model: str) -> bytes:
+    return msgspec.json.encode(openapi(ENDPOINTS, __version__, model=model))
+
+
+async def docs(call: Call) -> Response:
+    return HTMLResponse(PAGE, headers={**call.headers, **HEADERS})
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        "POST", "/v1/chat/completions", chat.chat_completions, "Answer a conversation.",
+        ChatCompletionRequest, ChatCompletion, streams=True, generates=True, tag="openai",
+    ),
+    Endpoint(
+        "POST", "/v1/completions", completions.completions, "Continue text or token ids.",
+        CompletionRequest, Completion, streams=True, generates=True, tag="openai",
+    ),
+    Endpoint("GET", "/v1/models", models.list_models, "The models served here.", answer=ModelList, tag="openai"),
+    Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One of them.", answer=Model, tag="openai"),
+    Endpoint(
+        "POST", "/v1/messages", anthropic.messages, "Answer a conversation, Anthropic's way.",
+        MessagesRequest, MessageResponse, ANTHROPIC, streams=True, generates=True, tag="anthropic",
+    ),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation has.",
+        CountTokensRequest, TokenCount, ANTHROPIC, tag="anthropic",
+    ),
+    Endpoint(
+        "POST", "/v1/cache/explain", cache.explain, "What the cache would give a prompt, and why not more.",
+        cache.ExplainRequest, cache.Explanation, tag="cache",
+    ),
+    Endpoint("GET", "/v1/cache/stats", cache.stats, "Pool and cache.", answer=cache.CacheStatsView, tag="cache"),
+    Endpoint(
+        "POST", "/v1/cache/clear", cache.clear, "Forget all cached content and all pins.",
+        answer=cache.Cleared, access=Access.ADMIN, tag="cache",
+    ),
+    Endpoint(
+        "POST", "/v1/cache/pin", cache.pin, "Keep a prompt's cached blocks for a time.",
+        cache.PinRequest, cache.Pinned, access=Access.ADMIN, tag="cache",
+    ),
+    Endpoint(
+        "POST", "/v1/cache/unpin", cache.unpin, "Let go of them.",
+        cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
+    ),
+    Endpoint("POST", "/tokenize", ops.tokenize, "Token ids of text or messages.", ops.TokenizeRequest, ops.Tokens),
+    Endpoint("POST", "/detokenize", ops.detokenize, "Text of token ids.", ops.DetokenizeRequest, ops.DetokenizedText),
+    Endpoint("GET", "/health", ops.health, "Whether tokens move.", answer=ops.Health, access=Access.PUBLIC),
+    Endpoint("GET", "/ready", ops.ready, "Whether to send traffic.", answer=ops.Health),
+    Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version),
+    Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
+    Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
+    Endpoint("GET", "/docs", docs, "This list, for people."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Who gets through the door."""
+
+    keys: KeyRing
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
+
+    def check(self, call: Call, access: Access) -> None:
+        headers = call.request.headers
+        self._check_browser(headers.get("host", ""), headers.get("origin"))
+        if access is Access.PUBLIC:
+            return
+        key = self.keys.find(presented(call.request.scope["headers"]))
+        if key is None:
+            given = presented(call.request.scope["headers"]) is not None
+            text = "this API key is not known here" if given else "no API key was sent"
+            raise ApiError(Kind.AUTHENTICATION, f"{text}: send Authorization: Bearer KEY, or x-api-key: KEY")
+        if access is Access.ADMIN and not key.is_admin:
+            raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin's")
+        call.key = key
+
+    def _check_browser(self, host: str, origin: str | None) -> None:
+        """A page of someone else's, open in a browser on this machine, must not use this server for its own ends."""
+        if origin is not None and not {"*", origin} & {*self.allowed_origins} and _split(origin).netloc != host:
+            text = f"requests from pages of {origin!r:.80} are not allowed; see --allowed-origins"
+            raise ApiError(Kind.PERMISSION, text, reason="origin")
+        name = _split(f"//{host}").hostname or ""
+        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not _is_local(name):
+            text = f"Host = {host!r:.80} is not this machine, and there is no API key"
+            raise ApiError(Kind.PERMISSION, f"{text}; see --api-key and --allowed-hosts", reason="host")
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("//nobody.invalid")
+
+
+def _is_local(name: str) -> bool:
+    if name in ("localhost", "") or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Path:
+    """All methods of one path, as an ASGI application."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], service: Service, gate: Gate, limits: CallLimits) -> None:
+        self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
+        if "GET" in self._endpoints:
+            self._endpoints.setdefault("HEAD", self._endpoints["GET"])
+        self._first = endpoints[0]
+        self._service = service
+        self._gate = gate
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send, service=self._service, limits=self._limits)
+        endpoint = self._endpoints.get(scope["method"])
+        call.endpoint = self._first.path  # the route, not what was typed: it is a label
+        call.dialect = self._first.dialect
+        try:
+            response = await answer(call, self._pass(endpoint))
+            if response is not None:
+                await response(scope, receive, send)
+        finally:
+            await call.finish()
+
+    def _pass(self, endpoint: Endpoint | None) -> Handler:
+        async def handle(call: Call) -> Response:
+            self._gate.check(call, Access.USER if endpoint is None else endpoint.access)
+            if endpoint is None:
+                call.headers["allow"] = ", ".join(sorted(self._endpoints))
+                raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here")
+            if endpoint.generates:
+                call.service.check_open()
+            return await endpoint.handler(call)
+
+        return handle
+
+
+async def not_found(call: Call) -> Response:
+    path = call.request.scope["path"]
+    raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; /docs lists what there is")
+
+
+def make_app(service: Service, gate: Gate, limits: CallLimits) -> ASGIApp:
+    paths: dict[str, list[Endpoint]] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, []).append(endpoint)
+    routes = [Route(path, Path(rows, service, gate, limits)) for path, rows in paths.items()]
+    every = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
+    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], service, gate, limits)
+    app: ASGIApp = Router(routes, redirect_slashes=False, default=nowhere)
+    if gate.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=gate.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "x-quire-ignored-fields", "retry-after"],
+        )
+    return app

@@ -1,0 +1,76 @@
+"""What any protocol's body becomes: one frozen value, checked when it is made. Codecs make it, the service takes it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from quire.core.request import Priority
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest
+from quire.text.chat import ChatRequest
+
+MAX_PROMPTS = 64
+MAX_SAMPLES_IN_ALL = 128
+MAX_BREAKPOINTS = 4
+MAX_TTL_S = 86_400.0
+MAX_NAME_CHARS = 256
+_SALT = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+Prompt = ChatRequest | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """Keep the cache up to here: through part `part` of message `message`, both counted in the ChatRequest."""
+
+    message: int
+    part: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.ttl_s) or not 0 < self.ttl_s <= MAX_TTL_S:
+            raise InvalidRequest(f"cache_control.ttl = {self.ttl_s!r} s is not above 0 and at most {MAX_TTL_S:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One HTTP request to generate, in the engine's terms."""
+
+    model: str | None  # None: the one that is served
+    prompts: tuple[Prompt, ...]
+    params: GenerationParams
+    is_streaming: bool = False
+    priority: Priority | None = None  # asked for; a key's tier bounds it
+    cache_salt: str = ""
+    cache_key: str | None = None  # keep this prompt's cache under this name (OpenAI's prompt_cache_key)
+    cache_ttl_s: float = 300.0
+    breakpoints: tuple[Breakpoint, ...] = ()
+    wants_cache: bool = False  # show what the cache gave, and why not more
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.prompts) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(self.prompts)} entries, not 1 to {MAX_PROMPTS}")
+        if len(self.prompts) * self.params.n > MAX_SAMPLES_IN_ALL:
+            raise InvalidRequest(
+                f"n = {self.params.n} for {len(self.prompts)} prompts is more than {MAX_SAMPLES_IN_ALL} answers in all"
+            )
+        if self.cache_salt and not _SALT.fullmatch(self.cache_salt):
+            raise InvalidRequest(f"cache_salt = {self.cache_salt!r:.80} is not 1 to 128 of A-Z a-z 0-9 _ . : -")
+        if self.cache_key is not None and not 1 <= len(self.cache_key) <= MAX_NAME_CHARS:
+            raise InvalidRequest(f"prompt_cache_key has {len(self.cache_key)} characters, not 1 to {MAX_NAME_CHARS}")
+        if len(self.breakpoints) > MAX_BREAKPOINTS:
+            raise InvalidRequest(f"cache_control appears {len(self.breakpoints)} times, more than {MAX_BREAKPOINTS}")
+
+
+def priority_of(value: str | int | None) -> Priority | None:
+    """`priority` as we say it, or as vLLM does: a number, smaller is sooner, 0 is normal."""
+    if value is None or isinstance(value, Priority):
+        return value
+    if isinstance(value, str):
+        if value.upper() not in Priority.__members__:
+            names = ", ".join(name.lower() for name in Priority.__members__)
+            raise InvalidRequest(f"priority = {value!r:.80} is not one of {names}, or a whole number")
+        return Priority[value.upper()]
+    return Priority.NORMAL if value == 0 else Priority.HIGH if value < 0 else Priority.LOW

@@ -1,0 +1,184 @@
+"""The prefix cache over HTTP: what it would give, what it holds, and for its keeper to clear it and to pin prompts.
+
+Everyone asks within their own key and salt, so nobody learns what others have cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.request import check_tokens
+from quire.engine.params import GenerationParams, check_pin_id
+from quire.errors import ContextTooLong, InvalidRequest
+from quire.server.ask import Ask, Prompt
+from quire.server.cache_view import CacheView, view
+from quire.server.errors import ApiError, Kind
+from quire.server.openai.chat import parse_messages
+from quire.server.openai.types import ChatMessage
+from quire.text.chat import ChatRequest
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.backends.base import Capacity
+    from quire.server.call import Call
+
+DEFAULT_TTL_S = 300.0
+
+Explanation = CacheView
+
+
+class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt, in one of two forms."""
+
+    messages: list[ChatMessage] | None = None  # as in /v1/chat/completions
+    prompt: str | list[int] | None = None  # as in /v1/completions
+    cache_salt: str | None = None
+    model: str | None = None
+
+
+class PinRequest(ExplainRequest, frozen=True, kw_only=True):
+    id: str | None = None  # else made of the content: pinning the same again renews it
+    ttl_s: float | None = None  # by default 300
+
+
+class UnpinRequest(msgspec.Struct, frozen=True):
+    id: str
+
+
+class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
+    """`CacheStats` in `quire/core/kv_cache.py` says what each number counts."""
+
+    model: str
+    block_size: int
+    hit_rate: float
+    num_running: int  # requests
+    num_waiting: int
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_in_use: int
+    num_shared: int
+    num_evictions: int
+    num_pins: int
+    num_pinned: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_recovered_tokens: int
+    num_partial_hits: int
+    num_adoptions: int
+    num_twins: int
+    num_collisions: int
+
+
+class Cleared(msgspec.Struct, frozen=True):
+    cleared: bool
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    id: str
+    pinned_tokens: int  # of whole blocks that are cached now
+
+
+class Unpinned(msgspec.Struct, frozen=True):
+    unpinned: bool
+
+
+async def explain(call: Call) -> Response:
+    """A dry run: what the cache would give this prompt now, and why not more."""
+    tokens, salt = await _prompt(call, await call.body(ExplainRequest))
+    return call.json(view(await call.service.client.explain(tokens, salt), len(tokens)))
+
+
+async def stats(call: Call) -> Response:
+    found = await call.service.client.stats()
+    if found is None:
+        raise _not_loaded()
+    answer = CacheStatsView(
+        model=call.service.model,
+        block_size=_capacity(call).block_size,
+        hit_rate=found.cache.hit_rate,
+        num_running=found.num_running,
+        num_waiting=found.num_waiting,
+        **asdict(found.cache),
+    )
+    return call.json(answer)
+
+
+async def clear(call: Call) -> Response:
+    """For the keeper: forget all that is cached, pins included. Requests under way keep what they have."""
+    _capacity(call)
+    await call.service.client.clear_cache()
+    return call.json(Cleared(cleared=True))
+
+
+async def pin(call: Call) -> Response:
+    """For the keeper: hold on to what is cached of this prompt. Computes nothing: send the prompt first."""
+    body = await call.body(PinRequest)
+    tokens, salt = await _prompt(call, body)
+    pin_id = _content_id(tokens, salt) if body.id is None else body.id
+    _check_id(pin_id)
+    _capacity(call)
+    ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
+    return call.json(Pinned(pin_id, await call.service.client.pin(pin_id, tokens, salt, ttl_s)))
+
+
+async def unpin(call: Call) -> Response:
+    body = await call.body(UnpinRequest)
+    _check_id(body.id)
+    _capacity(call)
+    return call.json(Unpinned(unpinned=await call.service.client.unpin(body.id)))
+
+
+def _capacity(call: Call) -> Capacity:
+    """Of the worker that serves. Without one there is no cache to change."""
+    if (capacity := call.service.client.capacity) is None:
+        raise _not_loaded()
+    return capacity
+
+
+def _not_loaded() -> ApiError:
+    return ApiError(Kind.UNAVAILABLE, "the model is being loaded", retry_after_s=5.0, reason="loading")
+
+
+async def _prompt(call: Call, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
+    """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
+    service = call.service
+    ask = to_ask(body)
+    service.check_model(ask.model)
+    tokens = await service.encode(ask.prompts[0])
+    if len(tokens) > service.max_context:
+        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_context} of the context")
+    if not tokens:
+        raise InvalidRequest("prompt has no tokens: at least one is needed")
+    check_tokens("prompt", tokens)
+    return tokens, service.salt_for(call.key, ask.cache_salt)
+
+
+def to_ask(body: ExplainRequest) -> Ask:
+    prompt: Prompt
+    if body.messages is not None and body.prompt is not None:
+        raise InvalidRequest("messages and prompt exclude each other")
+    if body.messages is not None:
+        prompt = ChatRequest(parse_messages(body.messages))
+    elif body.prompt is not None:
+        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+    else:
+        raise InvalidRequest("prompt is missing; messages would do as well")
+    return Ask(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
+
+
+def _content_id(tokens: tuple[int, ...], salt: str) -> str:
+    return f"pin_{hashlib.sha256(salt.encode() + b'|' + array('I', tokens).tobytes()).hexdigest()[:32]}"
+
+
+def _check_id(pin_id: str) -> None:
+    try:
+        check_pin_id(pin_id)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("pin_id", "id", 1)) from None

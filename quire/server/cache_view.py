@@ -1,0 +1,56 @@
+"""What the cache gave a prompt, as clients see it: numbers, and a sentence for people."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from quire.core.prefix import CacheExplanation, StopReason
+
+# What follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
+_WHY = {
+    StopReason.COMPLETE: ", all that can: the last one is always computed.",
+    StopReason.DIVERGED: "; from token {at} on something else is cached: your prompt differs there.",
+    StopReason.EVICTED: "; what followed was cached, and made room for newer content at token {at}.",
+    StopReason.TOO_SHORT: "; the rest, from token {at} on, does not fill a block, and nothing cached begins with it.",
+    StopReason.IN_FLIGHT: "; the rest, from token {at} on, is being computed by another request right now.",
+    StopReason.NOT_FOUND: "; nothing that is cached goes on from token {at}.",
+    StopReason.OFF: ": it is switched off, or the request needs every token of the prompt computed.",
+}
+
+
+class CacheView(msgspec.Struct):
+    matched_tokens: Annotated[int, Meta(description="Tokens of the prompt that come from the cache.")]
+    matched_blocks: Annotated[int, Meta(description="Full blocks among them.")]
+    prompt_tokens: int
+    stopped_at: Annotated[int | None, Meta(description="The first token not reused; null where all that can be are.")]
+    reason: Annotated[
+        str,
+        Meta(
+            description="Why matching went no further.",
+            extra_json_schema={"enum": [reason.value for reason in StopReason]},
+        ),
+    ]
+    message: str
+
+
+def view(explanation: CacheExplanation, prompt_tokens: int) -> CacheView:
+    is_complete = explanation.reason is StopReason.COMPLETE
+    return CacheView(
+        matched_tokens=explanation.num_tokens,
+        matched_blocks=explanation.num_blocks,
+        prompt_tokens=prompt_tokens,
+        stopped_at=None if is_complete else explanation.stopped_at,
+        reason=explanation.reason.value,
+        message=_sentence(explanation, prompt_tokens),
+    )
+
+
+def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
+    """True of what was and of what would be: a dry run says it too."""
+    how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
+    unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
+    why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")
+    return f"{how_many} of {prompt_tokens:,} prompt {unit} from the cache{why}"

@@ -1,0 +1,232 @@
+"""One HTTP request from the door to its answer: who it is, what it brought, whether it is still there.
+
+Handlers get a `Call` and return a response; what they raise becomes an error in the words of their protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.outputs import GenerationOutput
+from quire.errors import QuireError
+from quire.server.ask import Ask
+from quire.server.auth import Key
+from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.server.logs import Once
+from quire.server.service import Service
+from quire.server.stream import EventStream, StreamTimes
+from quire.server.work import ClientGone, Work
+
+T = TypeVar("T", bound=msgspec.Struct)
+MAX_NAMED_FIELDS = 16
+MIB = 1 << 20
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
+
+log = logging.getLogger(__name__)
+say_once = Once()
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    max_body_bytes: int = 16 * MIB
+    body_s: float = 10.0  # and a second for every MiB
+    stream: StreamTimes = field(default_factory=StreamTimes)
+
+
+class Call:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, service: Service, limits: CallLimits) -> None:
+        self.request = Request(scope, receive, send)
+        self.service = service
+        self.arrived_s = time.monotonic()
+        self.endpoint = str(scope["path"])
+        self.dialect: Dialect
+        self.key: Key
+        given = self.request.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        self.headers: dict[str, str] = {
+            "x-request-id": self.request_id,
+            "request-id": self.request_id,
+        }  # OpenAI's, Anthropic's
+        self.fields: frozenset[str] = frozenset()  # names the body may have
+        self._receive = receive
+        self._limits = limits
+        self._has_body = _announces_body(self.request.headers)
+        self._gone: asyncio.Task[None] | None = None
+        self._work: Work | None = None
+
+    # What it brought
+
+    async def body(self, kind: type[T]) -> T:
+        """The body as this struct. Names unknown fields in a header, once in the log, and takes them for nothing."""
+        self.fields = frozenset(known.encode_name for known in msgspec.structs.fields(kind))
+        data = await self._read()
+        self._gone = asyncio.create_task(self._watch())
+        try:
+            value = msgspec.json.decode(data, type=kind)
+            self._note_unknown(data)
+            return value
+        except msgspec.ValidationError as error:
+            raise _wrong_type(error, data) from None
+        except RecursionError:
+            raise ApiError(Kind.INVALID, "the body is nested too deeply") from None
+        except UnicodeDecodeError as error:
+            raise ApiError(Kind.INVALID, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+        except msgspec.DecodeError as error:
+            raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
+
+    async def _read(self) -> bytes:
+        limit = self._limits.max_body_bytes
+        length = self.request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > limit:
+            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes is more than the {limit} this server takes")
+        patience_s = self._limits.body_s + min(int(length), limit) / MIB
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(patience_s):
+                async for chunk in self.request.stream():
+                    size += len(chunk)
+                    if size > limit:
+                        raise ApiError(Kind.TOO_LARGE, f"the body is more than the {limit} bytes this server takes")
+                    chunks.append(chunk)
+        except TimeoutError:
+            text = f"only {size} bytes of the body came in {patience_s:.0f} s"
+            raise ApiError(Kind.TIMEOUT, text) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        self._has_body = False  # it is read: the connection can be used again
+        return b"".join(chunks)
+
+    def _note_unknown(self, data: bytes) -> None:
+        found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        unknown = [name for name in found if name not in self.fields]
+        if unknown:
+            names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:64] for name in unknown[:MAX_NAMED_FIELDS]]
+            self.headers["x-quire-ignored-fields"] = ", ".join(names)
+            for name in names:
+                say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+
+    # What it gets
+
+    def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+        return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
+
+    async def open(self, ask: Ask) -> Work:
+        """Hand the ask to the service, unless the client leaves first."""
+        opening = asyncio.ensure_future(self.service.open(ask, self))
+        gone = self._gone
+        assert gone is not None, "the body comes first"
+        await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait({opening})
+        if gone.done():
+            if not opening.cancelled() and opening.exception() is None:
+                opening.result().close(ClientGone())
+            raise ClientGone
+        self._work = opening.result()
+        return self._work
+
+    async def result(self, work: Work) -> list[GenerationOutput]:
+        """The whole answers. If the client leaves, the work is cancelled at once."""
+        async with work:
+            return await work.outputs()
+
+    async def stream(self, work: Work, events: AsyncIterator[bytes]) -> Response:
+        """Server-sent events. An error before the first one is an ordinary error answer."""
+        stream = EventStream(self, work, events, self._limits.stream)
+        await stream.begin()
+        return stream
+
+    def error(self, error: ApiError) -> Response:
+        headers = {**self.headers, "x-should-retry": "true" if error.may_retry else "false"}
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if self._has_body:
+            headers["connection"] = "close"  # what it sends is not read to the end
+        if error.kind is Kind.AUTHENTICATION:
+            headers["www-authenticate"] = "Bearer"
+        body = self.dialect.body(error, self.request_id)
+        return Response(body, self.dialect.status(error), headers, "application/json")
+
+    # Whether it is still there
+
+    async def _watch(self) -> None:
+        """Until the client is gone; then whatever it asked for is cancelled, whether anyone is writing to it or not."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self._work is not None:
+            self._work.fail(ClientGone())
+
+    async def finish(self) -> None:
+        if self._gone is not None:
+            self._gone.cancel()
+            await asyncio.wait({self._gone})
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+async def answer(call: Call, handler: Handler) -> Response | None:
+    """Run a handler. Every failure becomes an answer; None: there is nobody left to answer."""
+    try:
+        return await handler(call)
+    except ClientGone:
+        return None
+    except ApiError as error:
+        return _refuse(call, error)
+    except QuireError as error:
+        return _refuse(call, from_quire(error, call.fields))
+    except Exception:
+        log.exception("%s %s failed", call.request_id, call.endpoint)
+        text = f"the server failed at this request; its log has more under {call.request_id}"
+        return _refuse(call, ApiError(Kind.FAILED, text, reason="internal"))
+
+
+def _refuse(call: Call, error: ApiError) -> Response:
+    call.service.metrics.rejected(error.reason)
+    return call.error(error)
+
+
+def _announces_body(headers: Mapping[str, str]) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
+    """Name the field and the value, in the words of whoever sent it."""
+    found = _PATH.match(str(error))
+    if found is None:
+        return ApiError(Kind.INVALID, f"the body: {error}")
+    path = found["path"].lstrip(".")
+    value = _value_at(data, path)
+    shown = "" if value is None else f" = {value}"
+    return ApiError(Kind.INVALID, f"{path or 'the body'}{shown}: {found['what']}", param=path or None)
+
+
+def _value_at(data: bytes, path: str) -> str | None:
+    """What stands there, shortly, where it can be found again."""
+    if "..." in path:
+        return None
+    try:
+        value: Any = msgspec.json.decode(data)
+        for name, index in re.findall(r"\.?([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[name]
+    except (msgspec.DecodeError, LookupError, TypeError, RecursionError, UnicodeDecodeError):
+        return None
+    if isinstance(value, dict | list):
+        return None
+    return f"{value!r:.80}"

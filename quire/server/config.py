@@ -1,0 +1,114 @@
+"""Everything `quire serve` can be told, in plain values: checked here, before anything is bound, fetched or loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from quire.engine.build import EngineConfig
+from quire.engine.process import HANG_LIMIT_S
+from quire.errors import InvalidRequest
+
+COMPAT = ("vllm",)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    path: Path  # of the model
+    names: tuple[str, ...]  # it is served as; the first one is said in answers
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    api_keys_file: Path | None = None
+    is_insecure: bool = False  # listen for others without a key
+    is_cache_shared: bool = False  # between keys
+    max_queue: int = 512
+    max_queued_tokens: int = 1 << 20
+    queue_timeout_s: float = 60.0
+    drain_s: float = 30.0
+    max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 10.0
+    header_timeout_s: float = 10.0
+    slow_reader_s: float = 30.0
+    keep_alive_s: float = 10.0
+    max_connections: int = 4096
+    hang_limit_s: float = HANG_LIMIT_S
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    root_path: str = ""
+    metrics_compat: str | None = None
+    log_level: str = "info"
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65_535),
+            ("max_queue", 1, 1 << 20),
+            ("max_queued_tokens", 1, 1 << 40),
+            ("max_body_bytes", 1024, 1 << 30),
+            ("max_connections", 1, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise InvalidRequest(f"{name} = {value!r} is not a whole number from {low} to {high}")
+        for name in (
+            *("queue_timeout_s", "drain_s", "body_timeout_s", "header_timeout_s"),
+            *("slow_reader_s", "keep_alive_s", "hang_limit_s"),
+        ):
+            value = getattr(self, name)
+            if not math.isfinite(value) or not (0 if name == "drain_s" else 0.01) <= value <= 86_400:
+                raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most a day")
+        for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.metrics_compat is not None and self.metrics_compat not in COMPAT:
+            raise InvalidRequest(f"metrics_compat = {self.metrics_compat!r} is not one of {', '.join(COMPAT)}")
+        if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
+            raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
+        self._check_tls()
+        self._check_exposure()
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys or self.admin_api_keys or self.api_keys_file)
+
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{self.root_path}"
+
+    def _check_tls(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise InvalidRequest("ssl_certfile and ssl_keyfile: TLS needs both")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise InvalidRequest(f"{name} = {str(path)!r} is not a file")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with one")
+
+    def _check_exposure(self) -> None:
+        if not self.is_local and not self.has_keys and not self.is_insecure:
+            raise InvalidRequest(
+                f"host = {self.host!r} lets other machines in, and there is no API key: set --api-key (or"
+                " QUIRE_API_KEY, or --api-keys-file), or say --insecure if that is what you want"
+            )

@@ -1,0 +1,42 @@
+"""The page at `/docs`: one file that shows `openapi.json`, which it looks for beside itself.
+
+It loads nothing else and runs nothing else: the policy below names its one script and its one style by their digests.
+Serve it without asking for a key: a browser cannot bring one, and the page tells nothing before it was given one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+
+def _digests(tag: str, page: str) -> str:
+    """Of what stands between the tags, to the letter: that is what a browser digests."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+
+
+_TEXT = files("quire.server").joinpath("docs.html").read_text(encoding="utf-8")
+
+PAGE = _TEXT.encode()
+CONTENT_TYPE = "text/html; charset=utf-8"
+CONTENT_SECURITY_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        f"script-src {_digests('script', _TEXT)}",
+        f"style-src {_digests('style', _TEXT)}",
+        "img-src data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}

@@ -1,0 +1,100 @@
+"""What can go wrong with an HTTP request, said once; each protocol has its own words for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from quire.errors import (
+    ContextTooLong,
+    Draining,
+    InvalidRequest,
+    LostBeforeStart,
+    QueueFull,
+    QuireError,
+    TemplateError,
+    WorkerDied,
+)
+
+_FIELD = re.compile(r"[a-z][a-z_]*(?:\[[^\]]{0,64}\]|\.[a-z_]+)*(?=[ :])")
+
+
+class Kind(Enum):
+    INVALID = auto()  # a field has a value that can never work
+    TOO_LONG = auto()  # more tokens than the context holds
+    AUTHENTICATION = auto()
+    PERMISSION = auto()
+    NOT_FOUND = auto()  # no such path
+    NO_MODEL = auto()  # no such model
+    METHOD = auto()
+    TOO_LARGE = auto()  # more bytes than a body may have
+    TIMEOUT = auto()  # the client was too slow to send
+    RATE_LIMITED = auto()  # this key has used up its share
+    OVERLOADED = auto()  # everyone has: the queue is full, or the wait was too long
+    UNAVAILABLE = auto()  # draining or starting
+    FAILED = auto()  # this request failed here; it would again
+    DIED = auto()  # the worker died under it
+
+
+class ApiError(Exception):
+    """An answer that is an error. Headers and body are made of it by the dialect of the route."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        may_retry: bool | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.may_retry = kind in _MAY_RETRY if may_retry is None else may_retry
+        self.reason = reason or kind.name.lower()  # for counting
+
+
+_MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one protocol says an error."""
+
+    name: str
+    status: Callable[[ApiError], int]
+    body: Callable[[ApiError, str], bytes]  # with the request's id
+    event: Callable[[ApiError, str], bytes]  # in mid-stream: a whole server-sent event
+
+
+def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiError:
+    """`fields`: the names the body may have. Our messages begin with the field they speak of."""
+    text = str(error)
+    match error:
+        case ContextTooLong():
+            return ApiError(Kind.TOO_LONG, text, param=_param(text, fields))
+        case InvalidRequest() | TemplateError():
+            return ApiError(Kind.INVALID, text, param=_param(text, fields))
+        case QueueFull():
+            return ApiError(Kind.OVERLOADED, text, retry_after_s=1.0, reason="queue_full")
+        case Draining():
+            return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="draining")
+        case LostBeforeStart():
+            return ApiError(Kind.DIED, text, retry_after_s=1.0, may_retry=True)
+        case WorkerDied():
+            return ApiError(Kind.DIED, text)
+        case _:
+            return ApiError(Kind.FAILED, text)
+
+
+def _param(message: str, fields: frozenset[str]) -> str | None:
+    found = _FIELD.match(message)
+    if found is None:
+        return None
+    return found[0] if re.split(r"[.\[]", found[0], maxsplit=1)[0] in fields else None

@@ -1,0 +1,231 @@
+"""Logs: one line a request, for people or as JSON. Never anyone's text, a key or a path of this machine.
+
+Whatever a client sent is escaped, so that no value can look like a line of its own. A logger that says too much is cut
+short, so that a storm of bad requests cannot fill a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from quire.errors import InvalidRequest
+from quire.server.records import RequestRecord
+
+LEVELS = ("debug", "info", "warning", "error")
+MAX_LINES_PER_S = 20  # of one logger, over one second
+MAX_VALUE_CHARS = 200
+MAX_MESSAGE_CHARS = 4_000
+MAX_TRACE_LINES = 200
+MAX_KEYS = 1_000
+_OUR_FAULT = frozenset({"failed", "died", "internal"})
+_UNCOUNTED = "is_uncounted"  # attribute of a record that no limit holds back
+_FIELDS = "fields"  # attribute of a record: what a JSON line says besides its message
+
+# Control characters, line and paragraph separators, what turns text around on a terminal, and lone surrogates.
+_HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@+{}-]+")
+
+_request_log = logging.getLogger("quire.request")
+_log = logging.getLogger("quire.server")
+
+
+def setup_logging(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
+    """To stderr unless told otherwise. May be called again: the last call counts."""
+    if level not in LEVELS:
+        raise InvalidRequest(f"log_level = {level!r:.80} is not one of {', '.join(LEVELS)}")
+    handler = LimitedHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, LimitedHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)  # other people's libraries
+    logging.getLogger("quire").setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.asgi", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+    # It tells of its own start at info, which `quire serve` tells better.
+    logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.CRITICAL + 1)  # query strings; ours is quire.request
+
+
+def log_request(record: RequestRecord) -> None:
+    level = logging.WARNING if record.error in _OUR_FAULT else logging.INFO
+    if not _request_log.isEnabledFor(level):
+        return
+    fields = request_fields(record)
+    # What was served is bounded by what the model can do. What was not is bounded by nothing but the limit.
+    extra = {_FIELDS: fields, _UNCOUNTED: record.finish in ("stop", "length")}
+    _request_log.log(level, "%s", " ".join(f"{name}={_word(value)}" for name, value in fields.items()), extra=extra)
+
+
+def request_fields(record: RequestRecord) -> dict[str, object]:
+    """What one line says, in order. What is not known is left out."""
+    rate = record.tokens_per_s
+    fields: dict[str, object] = {
+        "request_id": record.request_id,
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "key": record.key_name,
+        "tier": record.priority.name.lower(),
+        "stream": record.is_streaming,
+        "prompts": record.num_prompts,
+        "n": record.n,
+        "max_tokens": record.max_tokens,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cache": record.cache_reason,
+        "queued_s": _rounded(record.queued_s),
+        "ttft_s": _rounded(record.ttft_s),
+        "e2e_s": _rounded(record.e2e_s),
+        "tokens_per_s": None if rate is None else _rounded(rate),
+        "finish": record.finish,
+        "error": record.error,
+    }
+    return {name: _cut(value) for name, value in fields.items() if value is not None}
+
+
+class Once:
+    """Says each thing once, and after MAX_KEYS things no more."""
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+
+    def __call__(self, key: str, message: str) -> None:
+        key = key[:MAX_VALUE_CHARS]  # a client's field name may be megabytes
+        if key in self._keys or len(self._keys) > MAX_KEYS:
+            return
+        self._keys.add(key)
+        if len(self._keys) <= MAX_KEYS:
+            _log.warning("%s", message)
+        else:
+            _log.warning("%d different warnings of this kind were written: no more follow", MAX_KEYS)
+
+
+class LimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes at most MAX_LINES_PER_S lines a second of each logger, and says how many it left out."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._windows: dict[str, _Window] = {}  # one a logger: their names are ours, never a client's
+
+    def emit(self, record: logging.LogRecord) -> None:  # under the handler's lock
+        if getattr(record, _UNCOUNTED, False):
+            super().emit(record)
+            return
+        now_s = self._clock()
+        window = self._windows.get(record.name)
+        if window is None or now_s - window.since_s >= 1.0:
+            if window is not None:
+                self._report(record.name, window)
+            window = self._windows[record.name] = _Window(now_s)
+        if window.num_written < MAX_LINES_PER_S:
+            window.num_written += 1
+            super().emit(record)
+        else:
+            window.num_left_out += 1
+
+    def close(self) -> None:
+        self.acquire()
+        try:
+            for name, window in self._windows.items():
+                self._report(name, window)
+            self._windows.clear()
+        finally:
+            self.release()
+        super().close()
+
+    def _report(self, name: str, window: _Window) -> None:
+        if window.num_left_out:
+            text = f"{window.num_left_out} lines left out: more than {MAX_LINES_PER_S} in a second"
+            super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))
+
+
+class _Window:
+    __slots__ = ("num_left_out", "num_written", "since_s")
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self.num_written = 0
+        self.num_left_out = 0
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-11-15T07:22:31.123Z INFO quire.request: ...`. A traceback is indented: no line of it can forge one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname} {record.name}: {_escaped(_message(record))}"
+        trace = _trace(self, record)
+        return "\n".join([line, *(f"  | {_escaped(one)}" for one in trace)])
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line, in ASCII. A request's fields stand beside its message, not in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        fields = getattr(record, _FIELDS, None)
+        if isinstance(fields, Mapping):
+            entry |= {"message": "request", **fields}
+        else:
+            entry["message"] = _message(record)
+        if trace := _trace(self, record):
+            entry["trace"] = trace
+        return json.dumps(entry, allow_nan=False, default=str)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        text = record.getMessage()
+    except Exception:  # wrong arguments: the line is worth more than the error
+        text = str(record.msg)
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + " ..."
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[0] is None:
+        return []
+    lines = formatter.formatException(record.exc_info).splitlines()
+    return [line[:MAX_MESSAGE_CHARS] for line in lines[-MAX_TRACE_LINES:]]
+
+
+def _time(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+
+def _escaped(text: str) -> str:
+    return _HARMFUL.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1] if found[0] < "\x7f" else f"\\u{ord(found[0]):04x}"
+
+
+def _word(value: object) -> str:
+    """A value of `name=value`: in quotes unless it is plainly one word."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(value: object) -> object:
+    return value[:MAX_VALUE_CHARS] if isinstance(value, str) else value
+
+
+def _rounded(value: float | None) -> float | None:
+    """To four digits: 0.00123, 12.35."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

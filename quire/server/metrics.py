@@ -1,0 +1,350 @@
+"""What a Prometheus server reads: vLLM's names under `quire:`, and what only quire knows. See docs/metrics.md.
+
+Belongs to the event loop: nothing here waits or locks for long, and `tokens` is called once a token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.core.request import Priority
+from quire.engine.wire import Ready, Stats, Stepped
+from quire.errors import InvalidRequest
+from quire.server.errors import Kind
+from quire.server.records import RequestRecord
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which says when this process began
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COMPAT = ("vllm",)
+_OURS = "quire:"
+_ENGINE = "0"  # vLLM numbers its data-parallel engines; here there is one
+_LABELS = ("model_name", "engine")
+
+# Seconds. The first buckets are finer than vLLM's: small models answer in milliseconds.
+_TTFT_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0),
+    *(20_000.0, 50_000.0, 100_000.0, 200_000.0),
+)
+_STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16_384.0)
+_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0)
+
+
+class _Spec(NamedTuple):
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+class _HistogramSpec(NamedTuple):
+    text: str
+    bounds: tuple[float, ...]
+    labels: tuple[str, ...] = ()
+
+
+GAUGES = {
+    "num_requests_running": _Spec("Samples that are being computed."),
+    "num_requests_waiting": _Spec("Samples that wait for room."),
+    "kv_cache_usage_perc": _Spec("Share of the KV blocks that requests or pins hold, 0 to 1."),
+    "cache_config_info": _Spec(
+        "Always 1; its labels say what the engine was given.",
+        ("block_size", "num_gpu_blocks", "cache_dtype", "kv_bytes", "max_num_seqs", "max_model_len"),
+    ),
+    "kv_blocks": _Spec("KV blocks: free + cached + in_use are all; shared and pinned are in use.", ("state",)),
+    "queue_age_seconds": _Spec("How long the oldest request of a tier has waited.", ("tier",)),
+    "queue_requests": _Spec("Samples of a tier that wait.", ("tier",)),
+    "queue_tokens": _Spec("Tokens still to be computed for the samples of a tier that wait.", ("tier",)),
+    "engine_moving": _Spec("1 while the worker serves and its loop moves, else 0."),
+}
+COUNTERS = {
+    "prompt_tokens": _Spec("Prompt tokens of requests that are over, found in the cache or computed."),
+    "prompt_tokens_cached": _Spec("Prompt tokens of requests that are over, found in the prefix cache."),
+    "generation_tokens": _Spec("Tokens the model produced, counted with the step they came from."),
+    "request_success": _Spec("Requests that were taken and are over.", ("finished_reason",)),
+    "num_preemptions": _Spec("Running requests that had to give up their blocks."),
+    "prefix_cache_queries": _Spec("Prompt tokens looked for in the prefix cache."),
+    "prefix_cache_hits": _Spec("Prompt tokens found in the prefix cache."),
+    "kv_evictions": _Spec("Cached blocks that were given to someone else."),
+    "requests_rejected": _Spec("Requests answered with an error.", ("reason",)),
+    "invariant_violations": _Spec("Laws of the core found broken: bugs."),
+    "worker_restarts": _Spec("Workers started after the first."),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": _HistogramSpec("From arrival to the first token.", _TTFT_S),
+    "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _TOKEN_S),
+    "request_time_per_output_token_seconds": _HistogramSpec("A request's mean time from token to token.", _TOKEN_S),
+    "e2e_request_latency_seconds": _HistogramSpec("From arrival to the end.", _REQUEST_S),
+    "request_queue_time_seconds": _HistogramSpec("How long requests waited before they began.", _REQUEST_S),
+    "request_prefill_time_seconds": _HistogramSpec("From the beginning to the first token.", _REQUEST_S),
+    "request_decode_time_seconds": _HistogramSpec("From the first token to the last.", _REQUEST_S),
+    "request_inference_time_seconds": _HistogramSpec("From the beginning to the last token.", _REQUEST_S),
+    "request_prompt_tokens": _HistogramSpec("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": _HistogramSpec("Tokens answered to a request.", _TOKENS),
+    "request_params_n": _HistogramSpec("Samples asked for with n.", _SAMPLES),
+    "request_params_max_tokens": _HistogramSpec("max_tokens, where it was given.", _TOKENS),
+    "iteration_tokens_total": _HistogramSpec("Tokens computed in one step.", _STEP_TOKENS),
+    "queue_wait_seconds": _HistogramSpec(
+        "How long requests of a tier waited before they began.", _REQUEST_S, ("tier",)
+    ),
+    "step_seconds": _HistogramSpec("How long one step took.", _TOKEN_S),
+}
+# What vLLM has too: `compat="vllm"` says these a second time under `vllm:`.
+VLLM = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+        *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success", "num_preemptions"),
+        *("prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+        *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+        *("request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens"),
+        *("request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+    }
+)
+
+TIERS = tuple(priority.name.lower() for priority in Priority)
+# Every value a label can have. Whatever else comes is "other": no request may make a new series.
+OTHER = "other"
+FINISHES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours -> vLLM's words
+REASONS = frozenset(
+    {
+        *(kind.name.lower() for kind in Kind),
+        *("queue_full", "queue_tokens", "queue_timeout", "draining", "loading", "restarting", "internal"),
+        *("origin", "host", "unsupported_parameter", "unsupported_value"),
+        *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
+    }
+)
+
+
+class Histogram:
+    """Like prometheus_client's, but takes `count` equal values at once and a fifth of the time, having no lock."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        buckets: list[tuple[str, float]] = []
+        num_below = 0
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
+            num_below += count
+            buckets.append((bound, num_below))
+        family.add_metric(labels, buckets, self._sum)
+
+
+class _Histograms(Collector):
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        self._labels = labels
+        self._all: dict[str, dict[tuple[str, ...], Histogram]] = {
+            name: {values: Histogram(spec.bounds) for values in ([(tier,) for tier in TIERS] if spec.labels else [()])}
+            for name, spec in HISTOGRAMS.items()
+        }
+
+    def one(self, name: str, *values: str) -> Histogram:
+        return self._all[name][values]
+
+    def collect(self) -> Iterator[Metric]:
+        for name, spec in HISTOGRAMS.items():
+            family = HistogramMetricFamily(_OURS + name, spec.text, labels=(*_LABELS, *spec.labels))
+            for values, histogram in self._all[name].items():
+                histogram.add_to(family, (*self._labels, *values))
+            yield family
+
+
+class _Mirror(Collector):
+    """The same series under another server's names, for dashboards that know those."""
+
+    def __init__(self, source: CollectorRegistry, prefix: str, names: frozenset[str]) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._names = names
+
+    def describe(self) -> list[Metric]:
+        return []  # known only when it is asked for: registering must not collect
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._source.collect():
+            if (name := family.name.removeprefix(_OURS)) in self._names:
+                mirrored = Metric(self._prefix + name, family.documentation, family.type)
+                mirrored.samples = [
+                    sample._replace(name=self._prefix + sample.name.removeprefix(_OURS)) for sample in family.samples
+                ]
+                yield mirrored
+
+
+class Metrics:
+    def __init__(self, model_name: str, *, compat: str | None = None) -> None:
+        if compat is not None and compat not in COMPAT:
+            raise InvalidRequest(f"metrics_compat = {compat!r} is not one of {', '.join(COMPAT)}")
+        self._labels = (model_name.encode("utf-8", "backslashreplace").decode(), _ENGINE)
+        self._registry = CollectorRegistry()
+        self._mirror = CollectorRegistry() if compat else None
+        if self._mirror is not None:
+            self._mirror.register(_Mirror(self._registry, f"{compat}:", VLLM))
+        self._gauges = {
+            name: Gauge(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=self._registry)
+            for name, spec in GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=self._registry)
+            for name, spec in COUNTERS.items()
+        }
+        self._histograms = _Histograms(self._labels)
+        self._registry.register(self._histograms)
+        self._last: Stats | None = None
+        self._num_restarts = 0  # that we counted
+        self._worker = 0  # num_restarts of the worker that the last stats are of
+        self._bind()
+
+    def _bind(self) -> None:
+        """Every child once: they then are there from the first scrape on, at 0, and cost no look-up."""
+        self._finishes = {ours: self._count("request_success", theirs) for ours, theirs in FINISHES.items()}
+        self._other_finish = self._count("request_success", OTHER)
+        self._rejections = {reason: self._count("requests_rejected", reason) for reason in sorted(REASONS)}
+        self._other_rejection = self._count("requests_rejected", OTHER)
+        self._plain = {name: self._count(name) for name, spec in COUNTERS.items() if not spec.labels}
+        self._generated = self._plain["generation_tokens"]
+        self._waits = {
+            priority: self._histograms.one("queue_wait_seconds", priority.name.lower()) for priority in Priority
+        }
+        self._wait = self._histograms.one("request_queue_time_seconds")
+        self._token = self._histograms.one("inter_token_latency_seconds")
+        self._step = self._histograms.one("step_seconds")
+        self._step_tokens = self._histograms.one("iteration_tokens_total")
+        for name in ("num_requests_running", "num_requests_waiting", "engine_moving"):
+            self._set(name, 0)  # true while it loads, and autoscalers want an answer
+
+    def _count(self, name: str, *values: str) -> Counter:
+        return self._counters[name].labels(*self._labels, *values)
+
+    def _set(self, name: str, value: float, *values: str) -> None:
+        self._gauges[name].labels(*self._labels, *values).set(value)
+
+    # While it happens
+
+    def stepped(self, stepped: Stepped) -> None:
+        if stepped.num_tokens:
+            self._step_tokens.observe(stepped.num_tokens)
+            self._step.observe(stepped.took_s)
+        num_generated = 0
+        for output in stepped.outputs:
+            num_generated += len(output.tokens)
+        if num_generated:
+            self._generated.inc(num_generated)
+
+    def started(self, priority: Priority, queued_s: float) -> None:
+        self._wait.observe(queued_s)
+        self._waits[priority].observe(queued_s)
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens of one answer came `seconds` after the ones before: as if one by one."""
+        if count > 0:
+            self._token.observe(seconds / count, count)
+
+    def finished(self, record: RequestRecord) -> None:
+        self._finishes.get(record.finish, self._other_finish).inc()
+        self._plain["prompt_tokens"].inc(record.prompt_tokens)
+        self._plain["prompt_tokens_cached"].inc(record.cached_tokens)
+        one = self._histograms.one
+        one("e2e_request_latency_seconds").observe(record.e2e_s)
+        one("request_prompt_tokens").observe(record.prompt_tokens)
+        one("request_generation_tokens").observe(record.completion_tokens)
+        one("request_params_n").observe(record.n)
+        if record.max_tokens is not None:
+            one("request_params_max_tokens").observe(record.max_tokens)
+        if record.ttft_s is not None:
+            one("time_to_first_token_seconds").observe(record.ttft_s)
+        if record.prefill_s is not None:
+            one("request_prefill_time_seconds").observe(record.prefill_s)
+        if record.decode_s is not None:
+            one("request_decode_time_seconds").observe(record.decode_s)
+            one("request_inference_time_seconds").observe((record.prefill_s or 0.0) + record.decode_s)
+            num_steps = record.completion_tokens / (record.num_prompts * record.n) - 1  # answers grow side by side
+            if num_steps > 0:
+                one("request_time_per_output_token_seconds").observe(record.decode_s / num_steps)
+
+    def rejected(self, reason: str) -> None:
+        self._rejections.get(reason, self._other_rejection).inc()
+
+    # When it is asked for
+
+    def render(
+        self, stats: Stats | None, *, num_restarts: int, is_moving: bool, facts: Ready | None
+    ) -> tuple[bytes, str]:
+        """The text and its content type. `stats` of None: the worker does not answer, so the last known ones stand."""
+        if stats is not None:
+            self._take_totals(stats, num_restarts)
+            self._take_gauges(stats)
+        self._plain["worker_restarts"].inc(max(0, num_restarts - self._num_restarts))
+        self._num_restarts = max(num_restarts, self._num_restarts)
+        self._set("engine_moving", float(is_moving))
+        if facts is not None:
+            self._take_facts(facts)
+        text = generate_latest(self._registry)
+        if self._mirror is not None:
+            text += generate_latest(self._mirror)
+        return text, CONTENT_TYPE
+
+    def _take_totals(self, stats: Stats, num_restarts: int) -> None:
+        """A worker counts from 0. A new one's counts are added to those of the ones before."""
+        last = self._last
+        if last is not None and (num_restarts != self._worker or stats.num_steps < last.num_steps):
+            last = None
+        before = _totals(last) if last is not None else {}
+        for name, value in _totals(stats).items():
+            self._plain[name].inc(max(0, value - before.get(name, 0)))
+        self._last, self._worker = stats, num_restarts
+
+    def _take_gauges(self, stats: Stats) -> None:
+        cache = stats.cache
+        self._set("num_requests_running", stats.num_running)
+        self._set("num_requests_waiting", stats.num_waiting)
+        self._set("kv_cache_usage_perc", cache.num_in_use / cache.num_blocks if cache.num_blocks else 0.0)
+        self._set("kv_blocks", cache.num_free - cache.num_cached, "free")
+        self._set("kv_blocks", cache.num_cached, "cached")
+        self._set("kv_blocks", cache.num_in_use, "in_use")
+        self._set("kv_blocks", cache.num_shared, "shared")
+        self._set("kv_blocks", cache.num_pinned, "pinned")
+        for tier, one in zip(TIERS, stats.tiers, strict=True):
+            self._set("queue_requests", one.num_waiting, tier)
+            self._set("queue_tokens", one.num_tokens, tier)
+            self._set("queue_age_seconds", one.oldest_age_s, tier)
+
+    def _take_facts(self, ready: Ready) -> None:
+        capacity = ready.capacity
+        self._gauges["cache_config_info"].clear()  # another worker may have found room for another number of blocks
+        values = (capacity.block_size, capacity.num_blocks - 1, ready.facts.dtype, ready.kv_bytes)
+        self._set("cache_config_info", 1, *map(str, values), str(capacity.max_seqs), str(ready.max_context))
+
+
+def _totals(stats: Stats) -> dict[str, int]:
+    return {
+        "num_preemptions": stats.num_preemptions,
+        "prefix_cache_queries": stats.cache.num_queried_tokens,
+        "prefix_cache_hits": stats.cache.num_hit_tokens,
+        "kv_evictions": stats.cache.num_evictions,
+        "invariant_violations": stats.num_violations,
+    }

@@ -1,0 +1,60 @@
+"""OpenAI's words for what goes wrong.
+
+Clients choose by status; people and a few programs read `type` and `code`, so they are OpenAI's own strings where it
+has one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.openai.types import ErrorAnswer, ErrorBody
+
+
+class _Words(NamedTuple):
+    status: int
+    type: str
+    code: str | None = None
+
+
+_WORDS = {
+    Kind.INVALID: _Words(400, "invalid_request_error"),
+    Kind.TOO_LONG: _Words(400, "invalid_request_error", "context_length_exceeded"),
+    Kind.AUTHENTICATION: _Words(401, "invalid_request_error", "invalid_api_key"),
+    Kind.PERMISSION: _Words(403, "permission_error", "permission_denied"),
+    Kind.NOT_FOUND: _Words(404, "invalid_request_error", "unknown_url"),
+    Kind.NO_MODEL: _Words(404, "invalid_request_error", "model_not_found"),
+    Kind.METHOD: _Words(405, "invalid_request_error", "method_not_supported"),
+    Kind.TOO_LARGE: _Words(413, "invalid_request_error", "request_too_large"),
+    Kind.TIMEOUT: _Words(408, "invalid_request_error", "request_timeout"),
+    Kind.RATE_LIMITED: _Words(429, "rate_limit_error", "rate_limit_exceeded"),
+    # 429 as well: every client backs off on it. The code says that the server is full, not the key's share used up.
+    Kind.OVERLOADED: _Words(429, "rate_limit_error", "server_overloaded"),
+    Kind.UNAVAILABLE: _Words(503, "server_error", "service_unavailable"),
+    Kind.FAILED: _Words(500, "server_error"),
+    Kind.DIED: _Words(500, "server_error", "engine_died"),
+}
+_UNSUPPORTED = ("unsupported_parameter", "unsupported_value")  # reasons that are codes of OpenAI's
+_encode = msgspec.json.Encoder().encode
+
+
+def _status(error: ApiError) -> int:
+    if error.kind is Kind.DIED and error.may_retry:
+        return 503
+    return _WORDS[error.kind].status
+
+
+def _body(error: ApiError, _request_id: str) -> bytes:
+    words = _WORDS[error.kind]
+    code = error.reason if error.reason in _UNSUPPORTED else words.code
+    return _encode(ErrorAnswer(ErrorBody(error.message, words.type, error.param, code)))
+
+
+def _event(error: ApiError, request_id: str) -> bytes:
+    return b"data: " + _body(error, request_id) + b"\n\n"
+
+
+OPENAI = Dialect("openai", _status, _body, _event)

@@ -1,0 +1,130 @@
+"""What both bodies have in common, in the engine's terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from quire.core.request import Priority
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest
+from quire.server.ask import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
+from quire.server.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
+
+T = TypeVar("T")
+
+DEFAULT_TTL_S = 300.0
+_MAX_KEY_DIGITS = 10  # of a token id
+
+# Ours -> theirs, where an error of ours begins with a field.
+NAMES = {
+    "include_stop": "include_stop_str_in_output",
+    "skip_special": "skip_special_tokens",
+    "template_args": "chat_template_kwargs",
+    "continue_last": "continue_final_message",
+}
+
+
+@contextmanager
+def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
+    """An error that begins with one of our fields begins with the client's name of it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error)
+        found = re.match(r"[a-z_]+", text)
+        if found is None or found[0] not in names:
+            raise
+        raise type(error)(names[found[0]] + text[found.end() :]) from None
+
+
+def params_of(
+    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> GenerationParams:
+    return GenerationParams(
+        temperature=body.temperature,
+        top_k=0 if body.top_k == -1 else body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=_biases(body.logit_bias or {}),
+        seed=body.seed,
+        n=_or(body.n, 1),
+        max_tokens=max_tokens,
+        min_tokens=_or(body.min_tokens, 0),
+        stop=_or(body.stop, ()),
+        stop_token_ids=_or(body.stop_token_ids, ()),
+        include_stop=_or(body.include_stop_str_in_output, False),
+        ignore_eos=_or(body.ignore_eos, False),
+        skip_special=_or(body.skip_special_tokens, True),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def ask_of(
+    body: GenerationBody,
+    prompts: tuple[Prompt, ...],
+    params: GenerationParams,
+    breakpoints: tuple[Breakpoint, ...] = (),
+) -> Ask:
+    options = body.prompt_cache_options
+    mode = None if options is None else options.mode
+    _choose("prompt_cache_options.mode", mode, {"implicit": None, "explicit": None}, None)
+    return Ask(
+        model=body.model,
+        prompts=prompts,
+        params=params,
+        is_streaming=_or(body.stream, False),
+        priority=_priority(body),
+        cache_salt=body.cache_salt or "",
+        cache_key=None if mode == "explicit" else body.prompt_cache_key,
+        cache_ttl_s=cache_ttl_s(body),
+        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old marks; the latest count
+        wants_cache=_or(body.cache, False),
+    )
+
+
+def cache_ttl_s(body: GenerationBody) -> float:
+    """prompt_cache_options.ttl, the newer field, goes before prompt_cache_retention."""
+    retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
+    if body.prompt_cache_options is None:
+        return retention_s
+    return ttl_s("prompt_cache_options.ttl", body.prompt_cache_options.ttl, retention_s)
+
+
+def ttl_s(field: str, value: str | None, default_s: float) -> float:
+    return _choose(field, value, TTLS_S, default_s)
+
+
+def includes_usage(body: GenerationBody) -> bool:
+    return body.stream_options is not None and _or(body.stream_options.include_usage, False)
+
+
+def _priority(body: GenerationBody) -> Priority | None:
+    by_tier = _choose("service_tier", body.service_tier, SERVICE_TIERS, None)
+    return by_tier if body.priority is None else priority_of(body.priority)
+
+
+def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -> T:
+    if value is None:
+        return default
+    if value not in table:
+        raise InvalidRequest(f"{field} = {value!r:.80} is not one of {', '.join(table)}")
+    return table[value]
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """JSON has no numbers for keys."""
+    for key in given:
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_KEY_DIGITS):
+            raise InvalidRequest(f"logit_bias[{key[:40]!r}] is not a token id")
+    return {int(key): value for key, value in given.items()}
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

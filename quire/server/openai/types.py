@@ -1,0 +1,305 @@
+"""The bodies and answers of OpenAI's protocol. /openapi.json is made of these.
+
+Every optional field may be null: SDKs send null for what was not set. Bounds stand here for the schema only; they are
+checked where the values are used, whose messages name field and value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
+from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
+from quire.server.ask import MAX_NAME_CHARS, MAX_PROMPTS
+from quire.server.cache_view import CacheView
+from quire.server.openai.support import accepted, refused
+from quire.text.chat import MAX_MESSAGES
+from quire.text.stop_strings import MAX_STOPS
+
+DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions writes when nobody says; chat goes on to the end
+SERVICE_TIERS = {
+    "auto": None,
+    "default": None,
+    "scale": None,  # bought capacity: here there is nothing to buy
+    "flex": Priority.LOW,
+    "priority": Priority.HIGH,
+    "fast": Priority.HIGH,
+}
+TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
+RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
+
+
+def _within(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
+
+
+Ttl = Annotated[str, _within(enum=list(TTLS_S))]
+Penalty = Annotated[float, _within(minimum=-2, maximum=2)]
+TokenCount = Annotated[int, _within(minimum=1, maximum=MAX_TOKEN_ID)]
+Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
+
+
+# Requests
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: Annotated[bool | None, Meta(description="One more chunk at the end, with the usage.")] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Accepted, without effect.")] = None
+
+
+class PromptCacheOptions(Struct, kw_only=True):
+    mode: Annotated[str, _within(enum=["implicit", "explicit"])] | None = None  # explicit: only what breakpoints mark
+    ttl: Ttl | None = None
+
+
+class GenerationBody(Struct, kw_only=True):
+    """What both ways to ask have in common. `FIELDS` in `quire/server/schema.py` says what each field does."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, _within(minimum=1, maximum=MAX_SAMPLES)] | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: Annotated[int, _within(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
+    temperature: Annotated[float, _within(minimum=0, maximum=100)] | None = None
+    top_p: Annotated[float, _within(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all of them
+    min_p: Annotated[float, _within(minimum=0, maximum=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
+    logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
+    seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], _within(maxItems=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    service_tier: Annotated[str, _within(enum=list(SERVICE_TIERS))] | None = None
+    priority: str | int | None = None  # goes before service_tier
+    prompt_cache_key: Annotated[str, _within(minLength=1, maxLength=MAX_NAME_CHARS)] | None = None
+    prompt_cache_retention: Annotated[str, _within(enum=list(RETENTIONS_S))] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    cache_salt: str | None = None
+    cache: bool | None = None
+
+    structured_outputs: Annotated[Any, refused("structured_outputs")] = None
+    guided_json: Annotated[Any, refused("guided_json")] = None
+    guided_regex: Annotated[Any, refused("guided_regex")] = None
+    guided_choice: Annotated[Any, refused("guided_choice")] = None
+    guided_grammar: Annotated[Any, refused("guided_grammar")] = None
+    response_format: Annotated[Any, refused("response_format")] = None
+    prompt_logprobs: Annotated[Any, refused("prompt_logprobs")] = None
+    bad_words: Annotated[Any, refused("bad_words")] = None
+    use_beam_search: Annotated[Any, refused("use_beam_search")] = None
+    truncate_prompt_tokens: Annotated[Any, refused("truncate_prompt_tokens")] = None
+    user: Annotated[Any, accepted("user")] = None
+    safety_identifier: Annotated[Any, accepted("safety_identifier")] = None
+    store: Annotated[Any, accepted("store")] = None
+    metadata: Annotated[Any, accepted("metadata")] = None
+
+
+class PromptCacheBreakpoint(Struct, kw_only=True):
+    mode: str | None = None
+    ttl: Ttl | None = None
+
+
+class ContentPart(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["text", "refusal"])]
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: Annotated[str, _within(enum=["system", "developer", "user", "assistant"])]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[Any, refused("tools")] = None
+    tool_call_id: Annotated[Any, refused("tools")] = None
+    function_call: Annotated[Any, refused("tools")] = None
+    audio: Annotated[Any, refused("audio")] = None
+
+
+class ChatCompletionRequest(GenerationBody, kw_only=True):
+    messages: Annotated[list[ChatMessage], _within(minItems=1, maxItems=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None  # goes before max_tokens
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
+    ] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="Go on writing the last message, an assistant's, instead of answering it.")
+    ] = None
+
+    tools: Annotated[Any, refused("tools")] = None
+    tool_choice: Annotated[Any, refused("tool_choice")] = None
+    functions: Annotated[Any, refused("functions")] = None
+    function_call: Annotated[Any, refused("function_call")] = None
+    modalities: Annotated[Any, refused("modalities")] = None
+    audio: Annotated[Any, refused("audio")] = None
+    web_search_options: Annotated[Any, refused("web_search_options")] = None
+    moderation: Annotated[Any, refused("moderation")] = None
+    documents: Annotated[Any, refused("documents")] = None
+    chat_template: Annotated[Any, refused("chat_template")] = None
+    parallel_tool_calls: Annotated[Any, accepted("parallel_tool_calls")] = None
+    prediction: Annotated[Any, accepted("prediction")] = None
+    reasoning_effort: Annotated[Any, accepted("reasoning_effort")] = None
+    verbosity: Annotated[Any, accepted("verbosity")] = None
+
+
+class CompletionRequest(GenerationBody, kw_only=True):
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        Meta(description=f"A text, token ids, or up to {MAX_PROMPTS} of either. max_tokens is 16 unless given."),
+    ]
+    logprobs: Alternatives | None = None
+    echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
+    best_of: Annotated[int | None, Meta(description="Not supported yet, but for 1 and n.")] = None
+    suffix: Annotated[Any, refused("suffix")] = None
+
+
+# Answers
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class CompletionUsage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = field(default_factory=CompletionTokensDetails)
+
+
+class AnswerHead(Struct, kw_only=True):
+    """What every chunk of an answer repeats."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    created: Annotated[int, Meta(description="Unix time in seconds.")]
+    model: str
+    system_fingerprint: str
+    service_tier: str
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatAnswerMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | UnsetType = UNSET  # the stop string that ended it, as vLLM says it
+
+
+class ChatCompletion(AnswerHead, kw_only=True):
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    cache: CacheView | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    content: str | UnsetType = UNSET
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(AnswerHead, kw_only=True):
+    choices: list[ChatChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    cache: CacheView | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct):
+    """Four lists of equal length. What echo gives of the first token of a prompt is null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | UnsetType | None = UNSET
+
+
+class Completion(AnswerHead, kw_only=True):
+    """The whole answer, and with `stream` each chunk of it."""
+
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    cache: CacheView | UnsetType = UNSET
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "quire"
+    root: Annotated[str, Meta(description="The model this name stands for.")]
+    max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most.")]
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct):
+    error: ErrorBody

@@ -1,0 +1,132 @@
+"""What operators and tools ask: health, readiness, metrics, versions, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+import msgspec
+from starlette.responses import Response
+
+from quire import __version__
+from quire.engine.wire import Stats
+from quire.errors import InvalidRequest, QuireError
+from quire.server.call import Call
+from quire.server.openai.chat import parse_messages
+from quire.server.openai.types import ChatMessage
+from quire.server.service import Service
+from quire.text.chat import ChatRequest
+
+STATS_S = 2.0  # a worker in the middle of a long step answers later; then the last known figures do
+MAX_IDS = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class Health(msgspec.Struct):
+    status: str  # ok, loading, restarting, stuck, draining
+    server: str = "quire"
+    version: str = __version__
+
+
+class Version(msgspec.Struct):
+    version: str
+    model: str
+    backend: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool = True
+
+
+class Tokens(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str]
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_IDS)]
+    model: str | None = None
+
+
+class DetokenizedText(msgspec.Struct):
+    prompt: str
+
+
+def status(service: Service) -> str:
+    """Of the server as a whole: "ok" means that tokens would move."""
+    client = service.client
+    if client.facts is None:
+        return "restarting" if client.num_restarts else "loading"
+    return "ok" if client.is_moving else "stuck"
+
+
+async def health(call: Call) -> Response:
+    """Alive: the engine's loop moves. Draining is healthy."""
+    found = status(call.service)
+    return call.json(Health(found), 200 if found == "ok" else 503)
+
+
+async def ready(call: Call) -> Response:
+    """Whether to send it traffic."""
+    found = "draining" if call.service.is_draining else status(call.service)
+    return call.json(Health(found), 200 if found == "ok" else 503)
+
+
+async def version(call: Call) -> Response:
+    facts = call.service.client.facts
+    if facts is None:
+        return call.json(Version(__version__, call.service.model))
+    runner = facts.facts
+    return call.json(Version(__version__, call.service.model, runner.backend, runner.device, runner.dtype))
+
+
+async def metrics(call: Call) -> Response:
+    client = call.service.client
+    stats = await current_stats(call.service)
+    body, kind = call.service.metrics.render(
+        stats, num_restarts=client.num_restarts, is_moving=client.is_moving, facts=client.facts
+    )
+    return Response(body, 200, {**call.headers, "content-type": kind})
+
+
+async def current_stats(service: Service) -> Stats | None:
+    """None: there is no worker, or it is too busy to say."""
+    try:
+        return await asyncio.wait_for(service.client.stats(), STATS_S)
+    except (TimeoutError, QuireError):
+        return None
+
+
+async def tokenize(call: Call) -> Response:
+    body = await call.body(TokenizeRequest)
+    service = call.service
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt and messages: exactly one of them is needed")
+    if body.messages is None:
+        tokens = await service.encode(body.prompt or "")
+    else:
+        chat = ChatRequest(parse_messages(body.messages), add_generation_prompt=body.add_generation_prompt)
+        tokens = await service.encode(chat)
+    names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return call.json(Tokens(list(tokens), len(tokens), service.max_context, names))
+
+
+async def detokenize(call: Call) -> Response:
+    body = await call.body(DetokenizeRequest)
+    call.service.check_model(body.model)
+    size = call.service.text.spec.vocab_size
+    for position, token in enumerate(body.tokens):
+        if token >= size:
+            raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {size}")
+    text = await asyncio.to_thread(call.service.text.tokenizer.decode, body.tokens, skip_special=False)
+    return call.json(DetokenizedText(text))

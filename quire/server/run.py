@@ -1,0 +1,160 @@
+"""`quire serve` from a config to the last answer: bind, load, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from quire.backends.base import Progress
+from quire.engine.client import EngineClient
+from quire.engine.model import ModelText
+from quire.engine.wire import Ready, Stepped
+from quire.errors import TemplateError
+from quire.server.app import Gate, make_app
+from quire.server.auth import make_keyring
+from quire.server.call import CallLimits
+from quire.server.config import ServeConfig
+from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
+from quire.server.metrics import Metrics
+from quire.server.service import Service, ServiceLimits
+from quire.server.stream import StreamTimes
+
+LAST_WORDS_S = 2.0  # for streams that are cut to say so
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What was chosen, and how long each part of the start took."""
+
+    config: ServeConfig  # with the port that is really bound
+    model: str
+    ready: Ready
+    timings_s: dict[str, float]
+
+
+OnReady = Callable[[Startup], None]
+
+
+def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None = None) -> None:
+    """Serve until a signal, then drain. Raises what kept it from starting."""
+    started_s = time.monotonic()
+    gate = Gate(
+        make_keyring(config.api_keys, config.admin_api_keys, config.api_keys_file, is_shared=config.is_cache_shared),
+        config.allowed_origins,
+        config.allowed_hosts if config.is_local else ("*",),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the loop has its own: nothing is under way yet
+        signal.signal(number, _leave)
+    sockets = bind(config.host, config.port)
+    config = replace(config, port=sockets[0].getsockname()[1])
+    text = ModelText.open(config.path, config.names[0])
+    timings = {"tokenizer": time.monotonic() - started_s}
+    main = _Main(config, gate, text, timings, on_ready, on_loading, started_s)
+    uvicorn_config = make_config(
+        None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
+    )
+    with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
+        runner.run(main.serve(sockets))
+
+
+def _leave(number: int, frame: object) -> None:
+    del number, frame
+    raise SystemExit(0)
+
+
+def _name(path: object) -> str | None:
+    return None if path is None else str(path)
+
+
+class _Main:
+    def __init__(
+        self,
+        config: ServeConfig,
+        gate: Gate,
+        text: ModelText,
+        timings: dict[str, float],
+        on_ready: OnReady,
+        on_loading: Progress | None,
+        started_s: float,
+    ) -> None:
+        self._config = config
+        self._gate = gate
+        self._text = text
+        self._timings = timings
+        self._on_ready = on_ready
+        self._on_loading = on_loading
+        self._started_s = started_s
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        config = self._config
+        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout_s)
+        metrics = Metrics(config.names[0], compat=config.metrics_compat)
+        self._service = Service(self._text, self._connect, config.names, limits, metrics)
+        client = self._service.client
+        times = StreamTimes(config.keep_alive_s, config.slow_reader_s)
+        app = make_app(self._service, self._gate, CallLimits(config.max_body_bytes, config.body_timeout_s, times))
+        HttpProtocol.max_connections = raise_file_limit(config.max_connections)
+        HttpProtocol.header_s = config.header_timeout_s
+        settings = make_config(
+            app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
+        )
+        server = HttpServer(settings, self._drain, self._service.cut)
+        serving = asyncio.create_task(server.serve(sockets))
+        watching = asyncio.create_task(client.supervise())
+        telling = asyncio.create_task(self._tell(client))
+        try:
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and not serving.done():
+                server.stop()  # it could not be loaded
+            await serving
+            if watching.done():
+                watching.result()
+        finally:
+            for task in (telling, watching):
+                task.cancel()
+            await asyncio.wait({telling, watching})
+            await self._service.close()
+
+    def _connect(self, on_step: Callable[[Stepped], None]) -> EngineClient:
+        config = self._config
+        return EngineClient(
+            config.path,
+            self._text,
+            config.engine,
+            on_loading=self._on_loading,
+            hang_limit_s=config.hang_limit_s,
+            on_step=on_step,
+        )
+
+    async def _tell(self, client: EngineClient) -> None:
+        warming = asyncio.to_thread(self._warm_up)
+        await asyncio.gather(client.start(), warming)
+        assert client.facts is not None
+        timings = {**self._timings, **client.facts.timings_s, "all": time.monotonic() - self._started_s}
+        self._on_ready(Startup(self._config, self._config.names[0], client.facts, timings))
+
+    def _warm_up(self) -> None:
+        """Start the process that renders templates, and find a bad template now; raw prompts work without one."""
+        if self._text.template.exists:
+            try:
+                self._text.template.check()
+            except TemplateError as error:
+                log.warning("chat will not work, only raw prompts: %s", error)
+
+    async def _drain(self) -> None:
+        service = self._service
+        if service.num_open:
+            log.warning("draining %d requests, %g s at most; once more to cut", service.num_open, self._config.drain_s)
+        if not await service.drain(self._config.drain_s):
+            log.warning("cutting %d requests", service.num_open)
+            service.cut()
+            with suppress(TimeoutError):
+                await service.drain(LAST_WORDS_S)

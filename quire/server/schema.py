@@ -1,0 +1,314 @@
+"""The API's description, OpenAPI 3.1, made of the route table and the types of bodies and answers. Knows no route."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+Json = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"\{(?P<name>\w+)(?::(?P<kind>\w+))?\}")
+_PARAMETER_TYPES: Mapping[str, Json] = {"int": {"type": "integer"}, "float": {"type": "number"}}
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Route(Protocol):
+    """What a description needs to know of an endpoint of `app.py`."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def dialect(self) -> _Named: ...
+    @property
+    def access(self) -> _Named: ...  # PUBLIC, USER or ADMIN
+    @property
+    def body(self) -> type[msgspec.Struct] | None: ...
+    @property
+    def answer(self) -> type[msgspec.Struct] | None: ...
+    @property
+    def summary(self) -> str: ...
+    @property
+    def streams(self) -> bool: ...
+    @property
+    def tag(self) -> str: ...
+
+
+STATUSES = {
+    400: "A field has a value that cannot work, or the body is not JSON. The message names the field.",
+    401: "No key, or one that is not known.",
+    403: "The key may not do this, or a page of someone else's tried to.",
+    404: "No such model or thing.",
+    405: "Another method is meant.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    429: "Too many requests: of this key, or of everyone. `Retry-After` says when to come back.",
+    500: "The server failed at this request, or the model's process died under it.",
+    503: "Starting, shutting down or stuck. `Retry-After` says when to come back.",
+    529: "The queue is full. `Retry-After` says when to come back.",
+}
+_MAY_RETRY = (429, 503, 529)
+
+# An error in each protocol's own shape, by the name of the dialect.
+ERRORS: Mapping[str, Json] = {
+    "openai": {
+        "title": "OpenAIError",
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string", "description": "What is wrong, with the field and its value."},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"], "description": "The field, where one is to blame."},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    "anthropic": {
+        "title": "AnthropicError",
+        "type": "object",
+        "required": ["type", "error", "request_id"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {
+                    "type": {"type": "string"},
+                    "message": {"type": "string", "description": "What is wrong, with the field and its value."},
+                },
+            },
+            "request_id": {"type": "string"},
+        },
+    },
+}
+
+# Said of a field of a body that says nothing of itself: both protocols mean the same by the same name.
+FIELDS = {
+    "add_generation_prompt": "End the prompt where the assistant begins to speak.",
+    "cache": "Add a `cache` object to the answer: how much of the prompt was cached, and why not more.",
+    "cache_control": "Keep the cache of everything up to here, for `ttl`.",
+    "cache_salt": "Share the cache only with requests that name the same salt.",
+    "frequency_penalty": "-2 to 2: lowers a token by how often the answer has it.",
+    "id": "The name of the pin.",
+    "ignore_eos": "Go on after the model's own end.",
+    "include_stop_str_in_output": "Keep the stop string in the answer.",
+    "logit_bias": "Token id to a number from -100 to 100 that is added to its logit.",
+    "logprobs": "Return log probabilities.",
+    "max_completion_tokens": "The longest answer, in tokens.",
+    "max_tokens": "The longest answer, in tokens.",
+    "messages": "The conversation, oldest first.",
+    "min_p": "0 to 1: only tokens at least this probable, relative to the most probable one.",
+    "min_tokens": "The shortest answer, in tokens.",
+    "model": "The name of the model, as `/v1/models` lists it.",
+    "n": "How many answers. They share the computation of the prompt.",
+    "presence_penalty": "-2 to 2: lowers a token that the answer has.",
+    "priority": "high, normal or low; or a number, smaller is sooner, 0 is normal. A key's tier bounds it.",
+    "prompt": "Text, token ids, or a list of either.",
+    "prompt_cache_key": "Keep this prompt's cache under this name.",
+    "prompt_cache_options": "How this prompt's cache is kept.",
+    "prompt_cache_retention": "How long this prompt's cache is kept.",
+    "repetition_penalty": "Above 1: divides the logit of tokens that prompt or answer have.",
+    "seed": "The same seed draws the same answer, alone and in any batch.",
+    "skip_special_tokens": "Leave the model's control tokens out of the text.",
+    "stop": "Up to 16 strings that end the answer.",
+    "stop_sequences": "Up to 16 strings that end the answer.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "stream": "Answer by server-sent events, as the tokens come.",
+    "stream_options": "What a stream says besides text.",
+    "system": "Instructions ahead of the conversation.",
+    "temperature": "0: always the most probable token. By default the model's own, else 1.",
+    "tokens": "Token ids.",
+    "top_k": "Draw from so many of the most probable tokens.",
+    "top_logprobs": "How many alternatives a position has, 0 to 20.",
+    "top_p": "0 to 1: draw from the most probable tokens that together reach this probability.",
+    "ttl_s": "How long to keep it, in seconds.",
+}
+
+# What an example body says, for each of these fields it has.
+EXAMPLES: Mapping[str, Any] = {
+    "messages": [{"role": "user", "content": "Name three colours."}],
+    "prompt": "Once upon a time",
+    "text": "Once upon a time",
+    "tokens": [1, 2, 3],
+    "max_tokens": 32,
+    "id": "my-system-prompt",
+}
+
+_INFO = (
+    "A local, batched, prefix-cached model server that speaks the OpenAI and the Anthropic protocol. "
+    "Fields that are not known are accepted and named in the header `x-quire-ignored-fields`."
+)
+
+
+def openapi(endpoints: Iterable[Route], version: str, *, model: str | None = None) -> Json:
+    """The document. `model`: a name that is served, for the examples."""
+    routes = list(endpoints)
+    kinds = list(dict.fromkeys(kind for route in routes for kind in (route.body, route.answer) if kind is not None))
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema_of = dict(zip(kinds, refs, strict=True))
+    _describe(schemas, [ref for kind, ref in schema_of.items() if any(route.body is kind for route in routes)])
+    examples = {**EXAMPLES, "model": model} if model is not None else EXAMPLES
+    paths: dict[str, Json] = {}
+    for route in routes:
+        operation = _operation(route, schema_of, schemas, examples)
+        paths.setdefault(_plain_path(route.path), {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "quire",
+            "version": version,
+            "description": _INFO,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": name} for name in dict.fromkeys(route.tag for route in routes)],
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas, **{str(error["title"]): error for error in ERRORS.values()}},
+            "headers": _headers(),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(
+    route: Route, schema_of: Mapping[type[msgspec.Struct], Json], schemas: Json, examples: Mapping[str, Any]
+) -> Json:
+    operation: Json = {
+        "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", _plain_path(route.path))]),
+        "summary": route.summary,
+        "tags": [route.tag],
+        "security": [] if route.access.name == "PUBLIC" else [{"bearer": []}, {"x-api-key": []}],
+        "responses": _responses(route, schema_of),
+    }
+    if route.access.name == "ADMIN":
+        operation["description"] = "Needs an admin key."
+    if parameters := _parameters(route.path, examples):
+        operation["parameters"] = parameters
+    if route.body is not None:
+        schema = schema_of[route.body]
+        media: Json = {"schema": schema}
+        if example := _example(_resolved(schema, schemas), examples):
+            media["example"] = example
+        operation["requestBody"] = {"required": True, "content": {"application/json": media}}
+    return operation
+
+
+def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> Json:
+    good: Json = {"description": "The answer.", "headers": _header_refs("x-request-id")}
+    if route.answer is not None:
+        good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
+    if route.streams:
+        events = {"schema": {"type": "string", "description": "Server-sent events, where `stream` is true."}}
+        good.setdefault("content", {})["text/event-stream"] = events
+    responses: Json = {"200": good}
+    error: Json = {"$ref": _REF.format(name=ERRORS.get(route.dialect.name, ERRORS["openai"])["title"])}
+    for status in _statuses(route):
+        schema: Json = error
+        if status == 503 and route.body is None and route.answer is not None:
+            schema = {"anyOf": [error, schema_of[route.answer]]}  # /health and /ready say how they are, well or not
+        names = ("x-request-id", "x-should-retry", *(["retry-after"] if status in _MAY_RETRY else []))
+        responses[str(status)] = {
+            "description": STATUSES[status],
+            "headers": _header_refs(*names),
+            "content": {"application/json": {"schema": schema}},
+        }
+    return responses
+
+
+def _statuses(route: Route) -> list[int]:
+    found = {403, 405, 500, 503}
+    if route.access.name != "PUBLIC":
+        found.add(401)
+    if route.body is not None:
+        found |= {400, 404, 408, 413, 429}
+        if route.dialect.name == "anthropic":
+            found.add(529)
+    if _PARAMETER.search(route.path):
+        found.add(404)
+    return sorted(found)
+
+
+def _plain_path(path: str) -> str:
+    """Without Starlette's converters."""
+    return _PARAMETER.sub(r"{\g<name>}", path)
+
+
+def _parameters(path: str, examples: Mapping[str, Any]) -> list[Json]:
+    parameters = []
+    for found in _PARAMETER.finditer(path):
+        schema = _PARAMETER_TYPES.get(found["kind"] or "", {"type": "string", "minLength": 1})
+        parameter: Json = {"name": found["name"], "in": "path", "required": True, "schema": schema}
+        for name in (found["name"], found["name"].removesuffix("_id")):
+            if name in examples:
+                parameter["example"] = examples[name]
+        parameters.append(parameter)
+    return parameters
+
+
+def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
+    """Nothing, where a required field has none: an example that fails is worse."""
+    properties = schema.get("properties", {})
+    if any(name not in examples for name in schema.get("required", ())):
+        return {}
+    names = [name for name in sorted(properties, key=_rank) if name in examples]
+    if "messages" in names and "prompt" in names:
+        names.remove("prompt")  # two forms of one thing
+    return {name: examples[name] for name in names}
+
+
+def _rank(name: str) -> int:
+    order = ["model", *EXAMPLES]
+    return order.index(name) if name in order else len(order)
+
+
+def _describe(schemas: Json, bodies: Sequence[Json]) -> None:
+    """Give the fields of bodies, and of what they hold, the descriptions they lack."""
+    todo: list[object] = list(bodies)
+    done: set[str] = set()
+    while todo:
+        found = todo.pop()
+        if isinstance(found, list):
+            todo += found
+        elif isinstance(found, dict):
+            if "$ref" in found and found["$ref"] not in done:
+                done.add(found["$ref"])
+                todo.append(_resolved(found, schemas))
+            for name, schema in found.get("properties", {}).items():
+                if name in FIELDS and not any("description" in one for one in schema.get("anyOf", ())):
+                    schema.setdefault("description", FIELDS[name])
+                todo.append(schema)
+            todo += [found.get(name) for name in ("anyOf", "items", "prefixItems", "additionalProperties")]
+
+
+def _resolved(schema: Json, schemas: Json) -> Json:
+    resolved: Json = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return resolved
+
+
+def _headers() -> Json:
+    return {
+        "x-request-id": {"description": "The request's name in the server's log.", "schema": {"type": "string"}},
+        "x-should-retry": {"description": "Whether asking again may help.", "schema": {"enum": ["true", "false"]}},
+        "retry-after": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
+    }
+
+
+def _header_refs(*names: str) -> Json:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}

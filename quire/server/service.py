@@ -1,0 +1,266 @@
+"""One model and everything asked of it over HTTP: tokenising, bounds, submission, deadlines, the bill.
+
+Knows no protocol: codecs bring an `Ask` and read a `Work`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from quire.core.request import Priority
+from quire.engine.client import EngineClient
+from quire.engine.model import ModelText
+from quire.engine.params import GenerationRequest, PinPrefix
+from quire.engine.wire import Stepped
+from quire.errors import ContextTooLong, TemplateError
+from quire.server.ask import Ask, Breakpoint, Prompt
+from quire.server.auth import Key
+from quire.server.errors import ApiError, Kind
+from quire.server.limits import Door, Quotas
+from quire.server.metrics import Metrics
+from quire.server.work import Caller, Work
+from quire.text.chat import ChatRequest, Message, Part, Role
+
+MAX_ENCODERS = 4
+Connect = Callable[
+    [Callable[[Stepped], None]], EngineClient
+]  # to the engine, with what to call after each of its steps
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    max_queue: int = 512  # requests
+    max_queued_tokens: int = 1 << 20
+    queue_timeout_s: float = 60.0
+
+
+class Service:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        text: ModelText,
+        connect: Connect,
+        names: tuple[str, ...],
+        limits: ServiceLimits,
+        metrics: Metrics,
+    ) -> None:
+        self.text = text
+        self.client = connect(self._take_step)
+        self.names = names
+        self.metrics = metrics
+        self.limits = limits
+        self.created = int(time.time())
+        self.door = Door(limits.max_queue, limits.max_queued_tokens)
+        self.quotas = Quotas()
+        self.is_draining = False
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._works: set[Work] = set()
+        self._queued: dict[int, Work] = {}  # request id of the first sample -> whose it is, until it starts
+        self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    @property
+    def max_context(self) -> int:
+        return self.client.max_context
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    # Before the body is read
+
+    def check_open(self) -> None:
+        """Whether anything can be taken now at all."""
+        if self.is_draining:
+            raise ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
+        self.door.check()
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            text = f"model = {name!r:.200} is not served here; this server has {', '.join(self.names)}"
+            raise ApiError(Kind.NO_MODEL, text, param="model")
+
+    def salt_for(self, key: Key, cache_salt: str) -> str:
+        """The salt of the chain keys: who has another key, or names another salt, shares nothing."""
+        if not key.namespace and not cache_salt:
+            return ""
+        parts = f"{len(key.namespace)}:{key.namespace}:{cache_salt}"
+        return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+    # Work
+
+    async def open(self, ask: Ask, caller: Caller) -> Work:
+        """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing."""
+        self.check_open()
+        self.check_model(ask.model)
+        self._enter()
+        work: Work | None = None
+        try:
+            salt = self.salt_for(caller.key, ask.cache_salt)
+            priority = caller.key.priority(ask.priority)
+            requests = [await self._request(ask, prompt, priority, salt) for prompt in ask.prompts]
+            work = Work(self, ask, caller, priority, requests)
+            await self._submit(work)
+        except BaseException as error:
+            if work is None:
+                self._leave()
+            else:
+                work.close(error if isinstance(error, Exception) else None)
+            raise
+        return work
+
+    async def _submit(self, work: Work) -> None:
+        quota = self.quotas.of(work.caller.key)
+        quota.enter(work.num_prompt_tokens)
+        work.on_close(quota.leave)
+        n = work.ask.params.n
+        work.ticket = self.door.enter(n * len(work.requests), work.num_prompt_tokens)
+        self._works.add(work)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.limits.queue_timeout_s, self._time_out, work)
+        work.on_close(timer.cancel)
+        try:
+            async with asyncio.timeout(self.limits.queue_timeout_s):
+                for request in work.requests:
+                    work.add(await self.client.submit(request, news=work.news))
+        except TimeoutError:
+            raise self._too_late("the model is still loading") from None
+        self._queued |= {generation.request_ids[0]: work for generation in work.generations}
+
+    def close_work(self, work: Work) -> None:
+        """Called once by a work that is over."""
+        for generation in work.generations:
+            self._queued.pop(generation.request_ids[0], None)
+        if work in self._works:
+            self._works.remove(work)
+            self.quotas.of(work.caller.key).use(work.usage.completion_tokens)
+        self._leave()
+
+    def _time_out(self, work: Work) -> None:
+        if not work.is_started:
+            waited = f"waited {self.limits.queue_timeout_s:g} s in the queue"
+            work.fail(self._too_late(waited))
+
+    def _too_late(self, what: str) -> ApiError:
+        return ApiError(
+            Kind.OVERLOADED,
+            f"{what}: the limit of {self.limits.queue_timeout_s:g} s is over",
+            retry_after_s=self.door.retry_after_s(),
+            reason="queue_timeout",
+        )
+
+    def _take_step(self, stepped: Stepped) -> None:
+        self.metrics.stepped(stepped)
+        for started in stepped.started:
+            work = self._queued.pop(started.request_id, None)
+            if work is not None:
+                work.start(started.waited_s)
+                self.metrics.started(work.priority, started.waited_s)
+
+    # Text
+
+    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, off the event loop: a long one takes seconds."""
+        if isinstance(prompt, tuple):
+            return prompt
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, str):
+            return await loop.run_in_executor(self._encoders, self.text.encode, prompt, self.max_context)
+        return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
+
+    async def _request(self, ask: Ask, prompt: Prompt, priority: Priority, salt: str) -> GenerationRequest:
+        tokens = await self.encode(prompt)
+        if len(tokens) >= self.max_context:
+            text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
+            raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
+        request = self.text.request(tokens, ask.params, priority=priority, salt=salt)
+        pins: list[PinPrefix] = []
+        if isinstance(prompt, ChatRequest):
+            sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]
+            pins += [
+                PinPrefix(_pin_id(salt, "prefix", str(tokens[:size])), size, end.ttl_s)
+                for size, end in zip(sizes, ask.breakpoints, strict=True)
+                if size
+            ]
+        if ask.cache_key is not None:
+            pins.append(PinPrefix(_pin_id(salt, "key", ask.cache_key), len(tokens), ask.cache_ttl_s))
+        return replace(request, pins=tuple(pins)) if pins else request
+
+    async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
+        """How many tokens of the prompt the conversation up to there makes: what its rendering has in common with it.
+
+        Templates may need a user's turn; one is added behind a system message, and ends the common part.
+        """
+        messages = list(chat.messages[: end.message + 1])
+        last = messages[-1]
+        messages[-1] = replace(last, parts=last.parts[: end.part + 1])
+        if last.role is Role.SYSTEM:
+            messages.append(Message(Role.USER, (Part("\u2060"),)))
+        try:
+            head = await self.encode(replace(chat, messages=messages, add_generation_prompt=False, continue_last=False))
+        except TemplateError:
+            return 0
+        size = 0
+        for ours, theirs in zip(head, tokens, strict=False):
+            if ours != theirs:
+                break
+            size += 1
+        return size
+
+    def pinned_tokens(self, request: GenerationRequest) -> int:
+        """Of what is to be kept, what the pins will hold: whole blocks, at most half the pool."""
+        capacity = self.client.capacity
+        if capacity is None or not request.pins:
+            return 0
+        num_blocks = max(pin.num_tokens for pin in request.pins) // capacity.block_size
+        return min(num_blocks, (capacity.num_blocks - 1) // 2) * capacity.block_size
+
+    # The end
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take nothing new and wait for what is here, so long at most. True: all of it ended."""
+        self.is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), limit_s)
+        return self._num_open == 0
+
+    def cut(self) -> None:
+        """End what is left, with an error to each client."""
+        self.is_draining = True
+        for work in tuple(self._works):
+            work.fail(ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining"))
+
+    async def close(self) -> None:
+        self.cut()
+        await self.client.close()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
+
+    def _enter(self) -> None:
+        self._num_open += 1
+        self._is_idle.clear()
+
+    def _leave(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._is_idle.set()
+
+
+def _pin_id(salt: str, kind: str, name: str) -> str:
+    return hashlib.sha256(f"{salt}|{kind}|{name}".encode()).hexdigest()[:32]

@@ -1,0 +1,236 @@
+"""One HTTP request's generations on their way: read by a codec, billed when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from quire.core.prefix import CacheExplanation
+from quire.core.request import FinishReason, Priority
+from quire.engine.generation import Generation
+from quire.engine.outputs import Delta, GenerationOutput, Usage
+from quire.engine.params import GenerationRequest
+from quire.errors import QuireError
+from quire.server.ask import Ask
+from quire.server.auth import Key
+from quire.server.errors import ApiError, from_quire
+from quire.server.limits import Ticket
+from quire.server.logs import log_request
+from quire.server.records import RequestRecord
+
+if TYPE_CHECKING:
+    from quire.server.service import Service
+
+
+class Caller(Protocol):
+    """Who asks, as far as the service needs to know."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def arrived_s(self) -> float: ...
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Work:
+    """An async context: leaving it cancels what is left and writes the record, once."""
+
+    def __init__(
+        self, service: Service, ask: Ask, caller: Caller, priority: Priority, requests: Sequence[GenerationRequest]
+    ) -> None:
+        self.ask = ask
+        self.caller = caller
+        self.priority = priority
+        self.requests = tuple(requests)
+        self.request_id = caller.request_id
+        self.model = service.model
+        self.created = int(time.time())
+        self.generations: list[Generation] = []
+        self.news = asyncio.Event()
+        self.ticket: Ticket | None = None
+        self._service = service
+        self._error: Exception | None = None
+        self._on_close: list[Callable[[], object]] = []
+        self._is_closed = False
+        self._queued_s: float | None = None
+        self._started_at_s: float | None = None
+        self._first_at_s: float | None = None
+        self._last_at_s: float | None = None
+
+    async def __aenter__(self) -> Work:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error if isinstance(error, Exception) else None)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def usage(self) -> Usage:
+        """Of all prompts, so far."""
+        parts = [generation.answers.usage for generation in self.generations]
+        cached = sum(generation.num_cached_tokens for generation in self.generations)
+        return Usage(self.num_prompt_tokens, sum(part.completion_tokens for part in parts), cached)
+
+    @property
+    def cache(self) -> CacheExplanation | None:
+        """What the cache gave the first prompt."""
+        return self.generations[0].cache if self.generations else None
+
+    @property
+    def pinned_tokens(self) -> int:
+        return self._service.pinned_tokens(self.requests[0])
+
+    @property
+    def is_started(self) -> bool:
+        return self._started_at_s is not None
+
+    def add(self, generation: Generation) -> None:
+        self.generations.append(generation)
+        if self._error is not None:  # it was cut while it was being handed over
+            generation.cancel()
+
+    def start(self, queued_s: float) -> None:
+        """The machine has begun with the first prompt."""
+        if self._started_at_s is None:
+            self._queued_s = queued_s
+            self._started_at_s = time.monotonic()
+            if self.ticket is not None:
+                self.ticket.start()
+
+    def on_close(self, call: Callable[[], object]) -> None:
+        self._on_close.append(call)
+
+    def fail(self, error: Exception) -> None:
+        """End it from outside: its blocks are free before the next step, whoever reads it gets the error."""
+        if self._error is None and not self._is_closed:
+            self._error = error
+            for generation in self.generations:
+                generation.cancel()
+            self.news.set()
+
+    async def wait_start(self) -> None:
+        """Until the first prompt runs, so that what the cache gave it is known; or until it is over."""
+        while True:
+            self.news.clear()
+            if self._error is not None:
+                raise self._error
+            first = self.generations[0]
+            if first.error is not None:
+                raise first.error
+            if first.is_started or first.answers.is_finished:
+                return
+            await self.news.wait()
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """(number of the prompt, delta): all there are by now in one list, so that a slow reader gets fewer and longer
+        ones. Raises what went wrong."""
+        while True:
+            self.news.clear()
+            if self._error is not None:
+                raise self._error
+            batch = [(number, delta) for number, one in enumerate(self.generations) for delta in one.take()]
+            if batch:
+                self._clock(batch)
+                yield batch
+            elif all(generation.is_over for generation in self.generations):
+                return
+            else:
+                await self.news.wait()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """The whole answers, one a prompt."""
+        async for _ in self.batches():
+            pass
+        return [generation.answers.result() for generation in self.generations]
+
+    def close(self, error: Exception | None = None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for generation in self.generations:
+            generation.cancel()
+        if self.ticket is not None:
+            self.ticket.leave()
+        for call in self._on_close:
+            call()
+        record = self._record(error or self._error)
+        self._service.close_work(self)
+        self._service.metrics.finished(record)
+        log_request(record)
+
+    def _clock(self, batch: list[tuple[int, Delta]]) -> None:
+        """Take the times: of the first token, and between tokens of each answer."""
+        counts: dict[tuple[int, int], int] = {}
+        for number, delta in batch:
+            if delta.token_ids:
+                place = number, delta.index
+                counts[place] = counts.get(place, 0) + len(delta.token_ids)
+        if not counts:
+            return
+        now_s = time.monotonic()
+        if self._first_at_s is None:
+            self._first_at_s = now_s
+        elif self._last_at_s is not None:
+            for count in counts.values():
+                self._service.metrics.tokens(now_s - self._last_at_s, count)
+        self._last_at_s = now_s
+
+    def _record(self, error: Exception | None) -> RequestRecord:
+        now_s = time.monotonic()
+        usage, cache = self.usage, self.cache
+        started, first, last = self._started_at_s, self._first_at_s, self._last_at_s
+        finish, kind = self._outcome(error)
+        return RequestRecord(
+            request_id=self.request_id,
+            endpoint=self.caller.endpoint,
+            model=self.model,
+            key_name=self.caller.key.name,
+            priority=self.priority,
+            is_streaming=self.ask.is_streaming,
+            num_prompts=len(self.requests),
+            n=self.ask.params.n,
+            max_tokens=self.ask.params.max_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cache_reason=None if cache is None else cache.reason.value,
+            queued_s=self._queued_s,
+            ttft_s=None if first is None else first - self.caller.arrived_s,
+            prefill_s=None if first is None or started is None else max(0.0, first - started),
+            decode_s=None if first is None or last is None else last - first,
+            e2e_s=now_s - self.caller.arrived_s,
+            finish=finish,
+            error=kind,
+        )
+
+    def _outcome(self, error: Exception | None) -> tuple[str, str | None]:
+        """How it ended, in one word, and the kind of error."""
+        match error:
+            case ClientGone():
+                return "cancelled", None
+            case ApiError():
+                return "error", error.reason
+            case QuireError():
+                return "error", from_quire(error).reason
+            case None:
+                reasons = {one.finish_reason for part in self.generations for one in part.answers.output().completions}
+                if FinishReason.CANCELLED in reasons:
+                    return "cancelled", None
+                return (FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP).value, None
+            case _:
+                return "error", "internal"

@@ -1,0 +1,176 @@
+"""A server that says what a test tells it to: the API in a few lines, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from typing import Any
+
+NAME = "smollm2-135m-instruct"
+HEALTHY = {"status": "ok", "server": "quire", "version": "0"}
+STATS = {
+    **dict.fromkeys(("num_free", "num_in_use", "num_shared", "num_pins", "num_pinned", "num_recovered_tokens"), 0),
+    **dict.fromkeys(("num_partial_hits", "num_adoptions", "num_twins", "num_collisions"), 0),
+    "num_blocks": 10,
+    "num_cached": 2,
+    "num_evictions": 1,
+    "num_queried_tokens": 100,
+    "num_hit_tokens": 25,
+    "hit_rate": 0.25,
+}
+
+
+@dataclass
+class Reply:
+    status: int = 200
+    body: Iterable[bytes] = ()  # each is one chunk on the wire
+    headers: dict[str, str] = field(default_factory=dict)
+    is_cut: bool = False  # close in mid-answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class ScriptedServer:
+    """Each path has its replies in order; the last one stays."""
+
+    def __init__(self) -> None:
+        models = [{"id": NAME, "object": "model", "owned_by": "quire", "max_model_len": 60, "root": NAME}]
+        self.replies = {
+            "/health": [document(HEALTHY)],
+            "/v1/models": [document({"object": "list", "data": models})],
+            "/v1/cache/stats": [document(STATS)],
+        }
+        self.asked: list[Asked] = []
+        self.was_left = threading.Event()  # somebody closed the connection in mid-answer
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    def answers(self, *replies: Reply) -> None:
+        """To prompts and conversations alike."""
+        self.replies["/v1/chat/completions"] = list(replies)
+        self.replies["/v1/completions"] = list(replies)
+
+    def posted(self) -> list[Any]:
+        return [asked.body for asked in self.asked if asked.body is not None]
+
+    def next(self, asked: Asked) -> Reply:
+        self.asked.append(asked)
+        waiting = self.replies.get(asked.path, [refusal(404, "no such path")])
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+@contextmanager
+def serving() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _handler(script: ScriptedServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def log_message(self, *_: object) -> None: ...
+
+        def _answer(self, body: Any) -> None:
+            reply = script.next(Asked(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.close_connection = True
+            try:
+                for chunk in reply.body:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+                    self.wfile.flush()
+            except OSError:
+                script.was_left.set()
+                return
+            if not reply.is_cut:
+                self.wfile.write(b"0\r\n\r\n")
+
+    return Handler
+
+
+# What it says
+
+
+def document(content: Any, status: int = 200, **headers: str) -> Reply:
+    return Reply(status, [json.dumps(content).encode()], {"content-type": "application/json", **headers})
+
+
+def refusal(status: int, message: str, param: str | None = None, code: str | None = None, **headers: str) -> Reply:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return document({"error": error}, status, **{name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def stream(*events: Any, is_cut: bool = False) -> Reply:
+    """Values are events of JSON; bytes go out as they are."""
+    return Reply(200, [event(one) for one in events], {"content-type": "text/event-stream; charset=utf-8"}, is_cut)
+
+
+def event(content: Any) -> bytes:
+    return content if isinstance(content, bytes) else f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def choice(text: str, index: int = 0, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"index": index, "delta": {"content": text}, "finish_reason": finish, **more}
+
+
+def chunk(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"id": "x", "object": "chat.completion.chunk", "choices": list(choices), "usage": None, **more}
+
+
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    bill = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    explanation: dict[str, Any] = {"matched_tokens": cached, "matched_blocks": cached // 32, "prompt_tokens": prompt}
+    explanation |= {"stopped_at": cached, "reason": "not_found", "message": "nothing cached goes on from here"}
+    return chunk(usage={**bill, "prompt_tokens_details": {"cached_tokens": cached}}, cache=explanation)
+
+
+def said(text: str, finish: str = "stop") -> Reply:
+    """A whole answer to a conversation, word by word, as the API has it."""
+    words = text.split(" ")
+    pieces = [word if number == 0 else f" {word}" for number, word in enumerate(words)]
+    role = chunk({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+    ending = chunk(choice("", 0, finish, stop_reason=None))
+    return stream(role, *(chunk(choice(piece)) for piece in pieces), ending, usage(7, len(words) + 1, 3), DONE)
+
+
+def endless(text: str) -> Reply:
+    """Goes on for as long as somebody reads."""
+    body = (event(chunk(choice(f"{text}{number} "))) for number in count())
+    return Reply(200, body, {"content-type": "text/event-stream"})

@@ -1,0 +1,614 @@
+"""`quire generate` and `quire chat` with a server: which one they ask, what they send, what they make of answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import loading, remote
+from quire.cli.main import app
+from quire.cli.remote import parse_url, read_events, request_body
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest, QuireError
+from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
+from tests.cli.scripted import (
+    DONE,
+    HEALTHY,
+    NAME,
+    Reply,
+    ScriptedServer,
+    choice,
+    chunk,
+    document,
+    endless,
+    event,
+    refusal,
+    said,
+    serving,
+    stream,
+    usage,
+)
+
+PARIS = "The capital of France is Paris."
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with serving() as server:
+        server.answers(said(PARIS))
+        yield server
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
+    """What answers where the model is loaded here: with the question."""
+    llm = EchoLLM()
+    monkeypatch.setattr(loading, "open_llm", lambda _model, _settings: llm)
+    return llm
+
+
+@pytest.fixture
+def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoLLM) -> ScriptedServer:
+    """The server is where one is by default, and nobody names it."""
+    monkeypatch.delenv("QUIRE_SERVER")
+    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
+    del echo
+    return server
+
+
+def run(*arguments: str, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def failure(*arguments: str) -> str:
+    """The message of a command that must fail, and with an error of ours."""
+    outcome = run(*arguments)
+    assert isinstance(outcome.exception, QuireError), outcome
+    return str(outcome.exception)
+
+
+def free_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+# Which server
+
+
+def test_the_server_that_is_up_answers(default: ScriptedServer) -> None:
+    outcome = run("generate", "Hi")
+    assert (outcome.stdout, outcome.stderr) == (f"{PARIS}\n", "")
+    assert [asked.path for asked in default.asked] == ["/health", "/v1/models", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("options", [["--local"], ["--threads", "1"], ["--dtype", "auto"], ["--kv-memory", "1G"]])
+def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: list[str]) -> None:
+    assert run("generate", "Hi", *options).stdout == "Hi\n"
+    assert not default.asked
+
+
+def test_the_environment_names_a_server_or_none(
+    server: ScriptedServer, echo: EchoLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
+    assert run("generate", "Hi").stdout == "Hi\n"  # the tests' own environment says none
+    assert not server.asked
+    monkeypatch.setenv("QUIRE_SERVER", f"{server.url}/v1/")
+    assert run("generate", "Hi").stdout == f"{PARIS}\n"
+    assert run("generate", "Hi", "--server", "none").stdout == "Hi\n"
+    assert run("generate", "Hi", "--max-context", "50").stdout == "Hi\n"
+    monkeypatch.setenv("QUIRE_SERVER", free_url())
+    assert "does not answer: Connection refused" in failure("generate", "Hi")
+    assert len(echo.seen) == 3
+
+
+def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_SERVER")
+    monkeypatch.setattr(remote, "DEFAULT_URL", free_url())
+    outcome = run("generate", "Hi")
+    assert (outcome.stdout, outcome.stderr) == ("Hi\n", "")
+    assert len(echo.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        document({"status": "ok"}),
+        document({"detail": "Not Found"}, 404),
+        document(["quire"]),
+        Reply(200, [b"<html>It works!</html>"]),
+        Reply(200, [b"{"], is_cut=True),
+        Reply(200, [b"[" * 100_000]),
+        Reply(200, [b"\xff" * 5_000_000]),
+    ],
+)
+def test_a_stranger_on_the_port_is_left_alone(default: ScriptedServer, stranger: Reply) -> None:
+    default.replies["/health"] = [stranger]
+    assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
+    assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
+    assert [asked.path for asked in default.asked] == ["/health", "/health"]
+    assert "secret" not in str(default.asked)
+    message = failure("generate", "Hi", "--server", default.url)
+    assert message == f"{default.url} answers, but is no quire server"
+
+
+def test_who_speaks_no_http_is_left_alone(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(remote, "QUICK", remote.Limits(0.3, 0.05))
+        monkeypatch.setattr(remote, "PATIENT", remote.Limits(0.3, 0.05))
+        monkeypatch.setattr(remote, "DEFAULT_URL", url)
+        monkeypatch.delenv("QUIRE_SERVER")
+        assert run("generate", "Hi").stdout == "Hi\n"
+        assert failure("generate", "Hi", "--server", url) == f"{url} does not answer: it took too long"
+    assert len(echo.seen) == 1
+
+
+def test_a_named_server_that_is_not_there_is_an_error() -> None:
+    url = free_url()
+    assert failure("generate", "Hi", "--server", url) == f"{url} does not answer: Connection refused"
+    outcome = quire("chat", "--server", url, stdin="Hi\n")
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert outcome.stderr == f"quire: {url} does not answer: Connection refused\n"
+
+
+def test_options_that_exclude_each_other() -> None:
+    url = "http://127.0.0.1:1"
+    message = "--dtype is for a model loaded here, and --server http://127.0.0.1:1 was given"
+    assert failure("generate", "Hi", "--server", url, "--dtype", "float32") == message
+    assert "--kv-memory is for a model loaded here" in failure("chat", "--server", url, "--kv-memory", "1G")
+    message = "--local loads the model here, and --server http://127.0.0.1:1 was given: choose one"
+    assert failure("generate", "Hi", "--server", url, "--local") == message
+
+
+def test_urls() -> None:
+    good = {
+        "http://localhost:8000": "http://localhost:8000",
+        " https://gpu.example/v1/ ": "https://gpu.example",
+        "gpu:9000": "http://gpu:9000",
+        "http://[::1]:8000/": "http://[::1]:8000",
+        "https://example.org/models/quire/v1": "https://example.org/models/quire",
+    }
+    assert {text: parse_url("--server", text) for text in good} == good
+    bad = ("", "http://", "ftp://x", "http://x:0", "http://x:99999", "http://[::1", "http://a b", "x\ny")
+    for text in (*bad, "http://x/?q", "http://me:secret@x", "\ud800"):
+        with pytest.raises(InvalidRequest, match=re.escape(f"--server = {text!r} is not a URL like http://")):
+            parse_url("--server", text)
+
+
+def test_a_host_no_resolver_takes_is_one_line() -> None:
+    url = f"http://{'a' * 70}.invalid"
+    assert failure("generate", "Hi", "--server", url).startswith(f"{url} does not answer: ")
+
+
+# Which model
+
+
+def test_a_model_by_its_name_or_alias(default: ScriptedServer) -> None:
+    for name in (NAME, "smollm2", "SmolLM2-135M"):
+        assert run("generate", "Hi", "--model", name).stdout == f"{PARIS}\n"
+    assert {body["model"] for body in default.posted()} == {NAME}
+
+
+def test_a_model_the_server_lacks(default: ScriptedServer) -> None:
+    assert run("generate", "Hi", "--model", "other").stdout == "Hi\n"
+    message = failure("generate", "Hi", "--model", "other", "--server", default.url)
+    assert message == f"{default.url} has no model 'other', only {NAME}"
+
+
+@pytest.mark.parametrize("found", [[], {}, {"data": 3}, {"data": [3]}, {"data": [{"id": ["x"]}]}, {"data": []}])
+def test_a_list_of_models_that_is_none(default: ScriptedServer, found: Any) -> None:
+    default.replies["/v1/models"] = [document(found)]
+    assert run("generate", "Hi").stdout == "Hi\n"
+    assert failure("generate", "Hi", "--server", default.url).startswith(f"{default.url} ")
+
+
+def test_a_server_that_wants_a_key(default: ScriptedServer) -> None:
+    models = default.replies["/v1/models"]
+    default.replies["/v1/models"] = [refusal(401, "no key")]
+    assert run("generate", "Hi").stdout == "Hi\n"
+    message = failure("generate", "Hi", "--server", default.url)
+    assert message == f"{default.url}: no key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"
+    assert failure("generate", "Hi", "--server", default.url, "--api-key", "k") == f"{default.url}: no key (HTTP 401)"
+    default.replies["/v1/models"] = models
+    default.asked.clear()
+    assert run("generate", "Hi", "--api-key", "k").stdout == f"{PARIS}\n"
+    assert [asked.headers.get("authorization") for asked in default.asked] == [None, "Bearer k", "Bearer k"]
+
+
+def test_the_key_of_the_environment(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("from-env", "from-env another"):  # as `quire serve` reads it
+        monkeypatch.setenv("QUIRE_API_KEY", value)
+        run("generate", "Hi")
+        assert default.asked.pop().headers["authorization"] == "Bearer from-env"
+    message = failure("generate", "Hi", "--api-key", "se\ncret")
+    assert message.startswith("the API key has characters no key has")
+    assert "cret" not in message
+
+
+# A server that is not ready
+
+
+def health(status: str) -> Reply:
+    return document({**HEALTHY, "status": status}, 503)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_one_that_still_loads_is_waited_for(
+    default: ScriptedServer, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    monkeypatch.setattr(remote, "POLL_S", 0)
+    default.replies["/health"] = [health("loading"), health("loading"), health("restarting"), document(HEALTHY)]
+    outcome = run("generate", "Hi", *(["--server", default.url] if is_named else []))
+    assert (outcome.stdout, outcome.stderr) == (f"{PARIS}\n", f"[{default.url} is loading: waiting for it]\n")
+
+
+def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "POLL_S", 0)
+    monkeypatch.setattr(remote, "WAIT_S", 0)
+    default.replies["/health"] = [health("loading")]
+    assert failure("generate", "Hi", "--server", default.url) == f"{default.url} is still loading after 0 s"
+    assert run("generate", "Hi").stdout == "Hi\n"
+
+
+@pytest.mark.parametrize("status", ["draining", "stuck", "\x1b[2J"])
+def test_one_that_takes_no_requests(default: ScriptedServer, status: str) -> None:
+    default.replies["/health"] = [health(status)]
+    shown = status.replace("\x1b", " ")
+    message = f"{default.url} is {shown}, and takes no requests"
+    assert failure("generate", "Hi", "--server", default.url) == message
+    assert run("generate", "Hi").stdout == "Hi\n"
+
+
+# What is sent
+
+
+def test_what_was_not_given_is_not_sent(server: ScriptedServer) -> None:
+    run("generate", "Hi", "--server", server.url)
+    assert server.posted() == [
+        {
+            "model": NAME,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 512,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache": True,
+        }
+    ]
+
+
+def test_every_option_arrives(server: ScriptedServer) -> None:
+    options = "--temperature 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repetition-penalty 1.5 --presence-penalty 0.5"
+    options += " --frequency-penalty 0.25 --seed 7 --stop END --max-tokens 9 --ignore-eos --logprobs 0 --json"
+    run("generate", "Hi", "--system", "Be brief.", *options.split(), "--server", server.url)
+    (body,) = server.posted()
+    assert body.pop("messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert {name: body[name] for name in list(body)[4:]} == {
+        "temperature": 0,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "seed": 7,
+        "max_tokens": 9,
+        "stop": ["END"],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 0,
+    }
+
+
+def test_names_that_differ_in_the_api() -> None:
+    params = GenerationParams(include_stop=True, skip_special=False, logit_bias={5: 1.0}, logprobs=2, min_tokens=3)
+    body = request_body("m", "Once", params)
+    assert body["include_stop_str_in_output"] is True
+    assert body["skip_special_tokens"] is False
+    assert (body["prompt"], body["logprobs"], body["min_tokens"]) == ("Once", 2, 3)
+    assert json.loads(json.dumps(body))["logit_bias"] == {"5": 1.0}
+
+
+def test_a_raw_prompt_is_a_completion(server: ScriptedServer) -> None:
+    def text(content: str, finish: str | None = None) -> dict[str, Any]:
+        return chunk({"index": 0, "text": content, "finish_reason": finish, "logprobs": None})
+
+    server.answers(stream(text(" upon"), text(" a time", "length"), usage(1, 3), DONE))
+    outcome = run("generate", "Once", "--raw", "--server", f"{server.url}/v1")
+    assert outcome.stdout == " upon a time\n"
+    assert server.asked[-1].path == "/v1/completions"
+    assert server.posted()[0]["prompt"] == "Once"
+    assert "messages" not in server.posted()[0]
+
+
+# What comes back
+
+
+def test_json_has_what_the_api_has(server: ScriptedServer) -> None:
+    def logprob(text: str, *top: dict[str, Any]) -> dict[str, Any]:
+        return {"token": text, "bytes": list(text.encode()), "logprob": -0.5, "top_logprobs": list(top)}
+
+    best = logprob("Hi")
+    server.answers(
+        stream(
+            chunk(choice("Yo", 1, logprobs={"content": [logprob("Yo", best)]})),
+            chunk(choice("Hé", 0, "length", stop_reason=None, logprobs={"content": [logprob("Hé", best)]})),
+            chunk(choice("", 1, "stop", stop_reason="END", logprobs={"content": [logprob("END")]})),
+            usage(40, 3, 32),
+            DONE,
+        )
+    )
+    outcome = run("generate", "Hi", "--json", "--n", "2", "--logprobs", "1", "--server", server.url)
+    found = json.loads(outcome.stdout)
+    assert found.pop("timings").keys() == {"ttft_ms", "tokens_per_s"}
+    top = [{"text": "Hi", "bytes": [72, 105], "logprob": -0.5}]
+    first = {"text": "Hé", "finish_reason": "length", "stop": None}
+    first["logprobs"] = [{"text": "Hé", "bytes": [72, 195, 169], "logprob": -0.5, "top": top}]  # type: ignore[assignment]
+    second = {"text": "Yo", "finish_reason": "stop", "stop": "END"}
+    second["logprobs"] = [  # type: ignore[assignment]
+        {"text": "Yo", "bytes": [89, 111], "logprob": -0.5, "top": top},
+        {"text": "END", "bytes": [69, 78, 68], "logprob": -0.5},
+    ]
+    assert found == {
+        "model": NAME,
+        **first,
+        "usage": {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 32, "total_tokens": 43},
+        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found"},
+        "completions": [first, second],
+    }
+
+
+def test_logprobs_of_a_raw_prompt(server: ScriptedServer) -> None:
+    logprobs = {"tokens": [" a", " b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": [{" a": -1.0}, None]}
+    sample = {"index": 0, "text": " a b", "finish_reason": "stop", "logprobs": logprobs}
+    server.answers(stream(chunk(sample), usage(1, 2), DONE))
+    options = ("--raw", "--json", "--logprobs", "1", "--server", server.url)
+    assert json.loads(run("generate", "x", *options).stdout)["stop"] is None
+    found = json.loads(run("generate", "x", *options, "--stop", "b").stdout)
+    assert found["logprobs"] == [
+        {"text": " a", "logprob": -1.0, "top": [{"text": " a", "logprob": -1.0}]},
+        {"text": " b", "logprob": -2.0},
+    ]
+    assert "stop" not in found  # the server did not say whether a stop string ended it
+
+
+def test_a_server_that_sends_no_bill(server: ScriptedServer) -> None:
+    server.answers(stream(chunk(choice("Hi", 0, "stop")), DONE))
+    found = json.loads(run("generate", "Hi", "--json", "--server", server.url).stdout)
+    assert (found["text"], found["usage"], found["cache"]) == ("Hi", None, None)
+
+
+def test_several_answers_come_in_their_order(server: ScriptedServer) -> None:
+    server.answers(
+        stream(chunk(choice("late", 1, "stop"), choice("ear", 0)), chunk(choice("ly", 0, "stop")), usage(1, 3), DONE)
+    )
+    assert run("generate", "Hi", "--n", "2", "--server", server.url).stdout == "early\n--------\nlate\n"
+
+
+EVENTS = (
+    b"\xef\xbb\xbf: hello\ndata: one\n\nid: 4\nevent: x\ndata:two\ndata:  lines\r\n\r\n"
+    b": ping\n\ndata\n\nretry: 3\rdata: \xf0\x9f\xa6\x8a\xc3\xa9\r\rdata: \xff\n\ndata: [DONE]\n\ndata: cut off"
+)
+READ = ["one", "two\n lines", "", "🦊é", "\ufffd", "[DONE]"]
+
+
+def test_events_are_read_wherever_they_are_cut() -> None:
+    assert list(read_events([EVENTS])) == READ
+    assert list(read_events(bytes([byte]) for byte in EVENTS)) == READ
+    for at in range(len(EVENTS)):
+        assert list(read_events([EVENTS[:at], b"", EVENTS[at:]])) == READ, at
+
+
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, server: ScriptedServer) -> None:
+    monkeypatch.setattr(remote, "MAX_EVENT_BYTES", 100)
+    for body in ([b"data: "] + [b"x" * 20] * 10, [b"data: xxxxxxxxx\n"] * 20):
+        server.answers(stream(*body))
+        message = failure("generate", "Hi", "--server", server.url)
+        assert re.fullmatch(rf"{server.url} sent an? (line|event) of more than 100 bytes", message)
+
+
+def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
+    whole = b"".join(event(one) for one in (chunk(choice("żółw 🦊", 0, "stop")), usage(1, 4)))
+    server.answers(stream(*(bytes([byte]) for byte in whole), b": ping\n\n", DONE))
+    outcome = quire("generate", "Hi", "--server", server.url, env={"PYTHONIOENCODING": "utf-8"})
+    assert (outcome.stdout, outcome.stderr) == ("żółw 🦊\n", "")
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (stream(chunk(choice("Hi")), {"error": {"message": "the worker died\x1b"}}), "the worker died "),
+        (stream({"error": "all is lost"}), "all is lost"),
+        (stream(b"event: error\n", {"error": {"message": "dead"}}), "dead"),
+        (stream(chunk(choice("Hi", 0, "error"))), "the server could not finish the answer"),
+        (stream(chunk(choice("Hi"))), "URL ended the stream in the midst of the answer"),
+        (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 had ended"),
+        (stream(chunk(choice("Hi", 0, "stop")), is_cut=True), "URL broke off the answer: IncompleteRead"),
+        (stream(b"data: {\n\n"), "URL sent what is not JSON: '{'"),
+        (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "URL sent what is not JSON: '[["),
+        (stream(chunk(choice("Hi", 1))), "URL sent more than was asked for: "),
+        (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more than was asked for: "),
+        (stream({"choices": None}), "URL sent a chunk that is none: {'choices': None}"),
+        (stream({"choices": [3]}), "URL sent a chunk that is none: "),
+        (stream([1]), "URL sent a chunk that is none: [1]"),
+        (stream({}), "URL sent a chunk that is none: {}"),
+        (stream(chunk(choice(3))), "URL sent a chunk that is none: "),  # type: ignore[arg-type]
+        (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a chunk that is none: "),
+        (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a chunk that is none: "),
+        (document({"choices": []}), "URL sent no event stream, but: 'application/json'"),
+        (refusal(400, "top_k is odd", "top_k"), "URL: top_k is odd (HTTP 400, top_k)"),
+        (refusal(429, "queue is full", retry_after="3"), "URL: queue is full (HTTP 429); try again in 3 s"),
+        (refusal(503, "draining", retry_after="later"), "URL: draining (HTTP 503); try again after later"),
+        (refusal(401, "wrong key"), "URL: wrong key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"),
+        (Reply(500, [b"<h1>oops"]), "URL: Internal Server Error (HTTP 500)"),
+        (Reply(307, [], {"location": "/elsewhere"}), "URL: Temporary Redirect (HTTP 307)"),
+        (refusal(500, "\x1b]0;owned\x07" + "x" * 5000), "URL:  ]0;owned xxxx"),
+    ],
+)
+def test_a_bad_answer_is_one_line(server: ScriptedServer, reply: Reply, message: str) -> None:
+    server.answers(reply)
+    found = failure("generate", "Hi", "--server", server.url)
+    assert found.startswith(message.replace("URL", server.url))
+    assert len(found) < 1200
+    assert found.isprintable()
+
+
+def test_nothing_heavy_is_imported(server: ScriptedServer) -> None:
+    script = (
+        "import sys\nfrom quire.cli.main import app\n"
+        "try: app()\nexcept SystemExit: pass\n"
+        "names = {'torch', 'numpy', 'tokenizers', 'msgspec', 'starlette', 'uvicorn', 'jinja2', 'gguf', 'asyncio'}\n"
+        "print(sorted(names & set(sys.modules)), file=sys.stderr)\n"
+    )
+    for arguments, stdin in ((["generate", "Hi", "--json"], ""), (["chat"], "Hi\n/stats\n")):
+        command = [sys.executable, "-c", script, *arguments, "--server", server.url]
+        outcome = subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+        assert PARIS in outcome.stdout
+        assert outcome.stderr == "[]\n"
+
+
+# Leaving
+
+
+def test_a_reader_that_goes_away_ends_the_answer_on_the_server(server: ScriptedServer) -> None:
+    server.answers(endless("word"))
+    command = [sys.executable, "-m", "quire", "generate", "Count.", "--server", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(3)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(LIMIT_S) == 1
+    assert server.was_left.wait(LIMIT_S)
+
+
+def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
+    server.answers(endless("word"))
+    command = [sys.executable, "-m", "quire", "generate", "Count.", "--server", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.stderr.read() == ""
+        assert process.wait(LIMIT_S) == 130
+    assert (first + rest).endswith("\n")
+    assert server.was_left.wait(LIMIT_S)
+
+
+def test_ctrl_c_stops_the_answer_on_the_server_and_the_talk_goes_on(server: ScriptedServer) -> None:
+    server.answers(endless("word"), said(PARIS))
+    terminal = Terminal("chat", env={"QUIRE_SERVER": server.url})
+    try:
+        at = terminal.wait_for(f"[using {NAME} on {server.url}]\r\n{NAME}, 60 tokens of context. /help for help.\r\n> ")
+        terminal.type("Talk.\n")
+        at = terminal.wait_for("word7 ", after=at)
+        terminal.type("\x03")
+        at = terminal.wait_for("[stopped]\r\n> ", after=at)
+        assert server.was_left.wait(LIMIT_S)
+        terminal.type("And France?\n")
+        at = terminal.wait_for(f"{PARIS}\r\n> ", after=at)
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.close()
+    first, second = server.posted()
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert second["messages"][0] == first["messages"][0]
+    assert second["messages"][1]["content"].startswith("word0 word1 ")
+
+
+def test_at_a_terminal_a_summary(server: ScriptedServer) -> None:
+    server.answers(said(PARIS, "length"))
+    terminal = Terminal("generate", "Hi", "--max-tokens", "7", "--server", server.url)
+    try:
+        assert terminal.exit_code() == 0
+        assert f"[using {NAME} on {server.url}]\r\n{PARIS}\r\n7 tokens, " in terminal.screen
+        assert ", 3 of 7 prompt tokens cached; stopped at --max-tokens 7\r\n" in terminal.screen
+    finally:
+        terminal.close()
+
+
+# Chat
+
+
+def talk(server: ScriptedServer, *lines: str, options: tuple[str, ...] = ()) -> Any:
+    outcome = run("chat", "--server", server.url, *options, stdin="".join(f"{line}\n" for line in lines))
+    assert outcome.exit_code == 0, outcome.exception
+    return outcome
+
+
+def test_a_talk_remembers_and_its_commands_work(server: ScriptedServer, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    server.answers(said("One."), said("Two."), said("Three."))
+    lines = ("first", "/set temperature 0.5", "/set stop END", "/system Be brief.", "second", f"/save {file}", "/reset")
+    outcome = talk(server, *lines, "third", "/reset", f"/load {file}", "fourth", options=("--top-k", "4"))
+    assert outcome.stdout == "One.\nTwo.\nThree.\nThree.\n"
+    bodies = server.posted()
+    brief = {"role": "system", "content": "Be brief."}
+    first = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "One."}]
+    second = [{"role": "user", "content": "second"}, {"role": "assistant", "content": "Two."}]
+    assert bodies[0]["messages"] == first[:1]
+    assert bodies[1]["messages"] == [brief, *first, *second[:1]]
+    assert bodies[2]["messages"] == [brief, {"role": "user", "content": "third"}]
+    assert bodies[3]["messages"] == [brief, *first, *second, {"role": "user", "content": "fourth"}]
+    assert "temperature" not in bodies[0]
+    assert [(body["temperature"], body["stop"], body["top_k"]) for body in bodies[1:]] == [(0.5, "END", 4)] * 3
+
+
+def test_stats_are_the_servers(server: ScriptedServer) -> None:
+    outcome = talk(server, "Hi", "/stats")
+    assert re.search(r"last answer: 7 tokens.*, the first after \d+ ms; 3 of 7 prompt tokens cached\n", outcome.stdout)
+    assert "conversation: 1 turns, 60 tokens of context\n" in outcome.stdout
+    assert "cache: 2 of 10 blocks hold earlier text, 1 evicted; 25 of 100 prompt tokens found (25%)" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (refusal(403, "not for this key"), "URL: not for this key (HTTP 403)"),
+        (document({"num_blocks": 3}), "URL sent cache statistics that are none: {'num_blocks': 3}"),
+        (document([1]), "URL sent cache statistics that are none: [1]"),
+    ],
+)
+def test_stats_that_are_not_to_be_had(server: ScriptedServer, reply: Reply, why: str) -> None:
+    server.replies["/v1/cache/stats"] = [reply]
+    outcome = talk(server, "/stats", "Hi")
+    assert f"cache: not known: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
+
+
+def test_a_turn_that_fails_leaves_no_trace(server: ScriptedServer) -> None:
+    broken = stream(chunk(choice("Hal")), {"error": {"message": "the worker died"}})
+    full = refusal(429, "queue is full", retry_after="2")
+    long = refusal(400, "prompt is too long", "messages", "context_length_exceeded")
+    server.answers(broken, full, long, said(PARIS))
+    outcome = talk(server, "one", "two", "three", "four")
+    assert outcome.stdout == f"Hal\n{PARIS}\n"
+    assert outcome.stderr.splitlines() == [
+        "[the answer failed: the worker died]",
+        f"[{server.url}: queue is full (HTTP 429); try again in 2 s]",
+        f"[{server.url}: prompt is too long (HTTP 400, messages)."
+        " /reset forgets the conversation, /save FILE keeps it]",
+    ]
+    assert [message["content"] for message in server.posted()[-1]["messages"]] == ["four"]
+
+
+def test_an_answer_cut_short_says_by_what(server: ScriptedServer) -> None:
+    server.answers(said("a b", "length"))
+    outcome = talk(server, "one", "/set max_tokens 3", "two")
+    assert outcome.stderr.splitlines() == [
+        "[stopped: the context of 60 tokens is full. /reset forgets the conversation]",
+        "[stopped at max_tokens = 3; /set max_tokens N changes it]",
+    ]

@@ -1,0 +1,65 @@
+"""A client and its worker process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire.engine.build import EngineConfig
+from quire.engine.client import EngineClient
+from quire.engine.model import ModelText
+from quire.engine.outputs import Delta
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.wire import Stats
+
+T = TypeVar("T")
+LIMIT_S = 120.0
+OPTIONS = ("hang_limit_s", "on_loading", "on_step")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+@asynccontextmanager
+async def client(path: Path, **settings: Any) -> AsyncIterator[EngineClient]:
+    options = {name: settings.pop(name) for name in OPTIONS if name in settings}
+    text = ModelText.open(path)
+    config = EngineConfig(**{"num_blocks": 200, "max_seqs": 8, "num_threads": 1, **settings})
+    engine = EngineClient(path, text, config, **options)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        text.close()
+
+
+def request(engine: EngineClient, prompt: str = "The quick brown fox", **params: Any) -> GenerationRequest:
+    others = {name: params.pop(name) for name in ("priority", "salt", "pins") if name in params}
+    settings = GenerationParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
+    return engine.text.request(engine.text.encode(prompt, engine.max_context), settings, **others)
+
+
+async def stats(engine: EngineClient) -> Stats:
+    found = await engine.stats()
+    assert found is not None
+    return found
+
+
+async def usage(engine: EngineClient) -> tuple[int, int, int]:
+    """Running, waiting, blocks in use."""
+    found = await stats(engine)
+    return found.num_running, found.num_waiting, found.cache.num_in_use
+
+
+async def collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """What becomes true without telling anybody. The test's own limit ends the wait."""
+    while not is_true():
+        await asyncio.sleep(0.01)

@@ -1,0 +1,148 @@
+"""The worker looks after itself when it has nothing to do. Here it runs in a thread, so that it can be damaged."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
+from quire.core.request import Priority, SamplingParams
+from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.channel import Channel, Gone
+from quire.engine.engine import Engine
+from quire.engine.wire import (
+    Add,
+    Begun,
+    FrameReader,
+    FromWorker,
+    GetStats,
+    Stats,
+    Stepped,
+    ToWorker,
+    from_worker,
+    pack,
+)
+from quire.engine.worker import Observer, Worker
+
+CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
+LIMIT_S = 60.0
+
+
+class Peer:
+    """The other side of a worker, by hand."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._reader = FrameReader()
+        self._frames: list[bytes] = []
+
+    def send(self, message: ToWorker) -> None:
+        self._peer.sendall(pack(message))
+
+    def next(self) -> FromWorker:
+        while not self._frames:
+            self._frames += self._reader.feed(self._peer.recv(1 << 16))
+        message: FromWorker = from_worker.decode(self._frames.pop(0))
+        return message
+
+    def stats(self) -> Stats:
+        self.send(GetStats(1))
+        while not isinstance(message := self.next(), Stats):
+            pass
+        return message
+
+    def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
+        """All that is said until it is answered."""
+        self.send(Add((request_id,), prompt, SamplingParams(temperature=0, max_tokens=3), Priority.NORMAL, ""))
+        said: list[FromWorker] = []
+        while not any(
+            output.finish_reason for message in said if isinstance(message, Stepped) for output in message.outputs
+        ):
+            said.append(self.next())
+        return said
+
+
+@contextmanager
+def working() -> Iterator[tuple[Peer, Engine]]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT_S)
+    observer, runner = Observer(), FakeRunner(CAPACITY)
+    engine = Engine(runner, make_scheduler(runner, EngineConfig(), observer))
+    worker = Worker(Channel(theirs), engine, observer)
+
+    def serve() -> None:
+        with pytest.raises(Gone):
+            worker.run()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Peer(ours), engine
+    finally:
+        ours.close()
+        thread.join(LIMIT_S)
+        theirs.close()
+
+
+def audited(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released by every audit, when it is done."""
+    done = threading.Semaphore(0)
+    audit = Worker._audit
+
+    def note(worker: Worker) -> None:
+        audit(worker)
+        done.release()
+
+    monkeypatch.setattr(Worker, "_audit", note)
+    return done
+
+
+def test_a_broken_law_is_counted_and_the_cache_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = audited(monkeypatch)
+    with working() as (peer, engine):
+        peer.answer(1, tuple(range(20)))
+        assert done.acquire(timeout=LIMIT_S)
+        assert peer.stats().num_violations == 0
+        assert peer.stats().cache.num_cached > 0
+        block = next(block for block in engine.scheduler.cache.pool.blocks if block.key is not None)
+        block.tokens = bytes(len(block.tokens))  # no longer what its key says
+        peer.answer(2, (7,) * 10)
+        assert done.acquire(timeout=LIMIT_S)
+        found = peer.stats()
+        assert (found.num_violations, found.cache.num_cached) == (1, 0)
+        peer.answer(3, tuple(range(20)))  # and it goes on
+        assert done.acquire(timeout=LIMIT_S)
+        assert peer.stats().num_violations == 1
+    assert "a law of the core is broken" in caplog.text
+
+
+def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.05)
+    done = audited(monkeypatch)
+    with working() as (peer, _):
+        assert not done.acquire(timeout=0.2)  # nothing has happened
+        for _ in range(3):
+            peer.stats()  # asking is not work
+        assert not done.acquire(timeout=0.2)
+        peer.answer(1, (1, 2, 3))
+        assert done.acquire(timeout=LIMIT_S)
+        peer.stats()
+        assert not done.acquire(timeout=0.2)
+
+
+def test_a_start_is_told_before_its_step_and_once() -> None:
+    with working() as (peer, _):
+        first, *rest = peer.answer(1, (1, 2, 3))
+        assert isinstance(first, Begun)
+        assert [one.request_id for one in first.started] == [1]
+        steps = [message for message in rest if isinstance(message, Stepped)]
+        assert len(steps) == len(rest)
+        assert steps[0].started == first.started
+        assert not any(step.started for step in steps[1:])

@@ -1,0 +1,436 @@
+"""What a server relies on, over a real worker process. The model in it is fake: nothing but the engine counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.backends.fake import run_alone
+from quire.core.prefix import StopReason
+from quire.core.request import FinishReason, Priority
+from quire.engine.client import EngineClient
+from quire.engine.generation import Generation
+from quire.engine.outputs import Delta
+from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
+from quire.engine.wire import Stepped
+from quire.errors import InvalidRequest, QueueFull
+from tests.engine.serving import client, request, run, stats, until, usage
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+async def serve_all(generations: Sequence[Generation], news: asyncio.Event) -> list[list[Delta]]:
+    """As a server does it: one event for all."""
+    seen: list[list[Delta]] = [[] for _ in generations]
+    while True:
+        news.clear()
+        for deltas, generation in zip(seen, generations, strict=True):
+            deltas += generation.take()
+        if all(generation.is_over for generation in generations):
+            return seen
+        await news.wait()
+
+
+# The fake backend
+
+
+def test_the_fake_answers_as_the_oracle_does(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            asked = request(engine, LONG, max_tokens=20, temperature=1.0, seed=4, n=3)
+            output = await engine.generate(asked)
+            for completion in output.completions:
+                expected = run_alone(
+                    asked.prompt,
+                    asked.sampling.sample(completion.index),
+                    20,
+                    block_size=32,
+                    vocab_size=engine.text.spec.vocab_size,
+                )
+                assert list(completion.token_ids) == expected
+            facts = engine.facts
+            assert facts is not None
+            assert (facts.facts.backend, facts.weight_bytes, facts.kv_bytes) == ("fake", 0, 0)
+
+    run(work())
+
+
+def test_the_fake_reports_logprobs_of_answer_and_prompt(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", max_chunk_tokens=16) as engine:
+            asked = request(engine, LONG, logprobs=3, prompt_logprobs=2)
+            output = await engine.generate(asked)
+            logprobs, prompt_logprobs = output.completions[0].logprobs, output.prompt_logprobs
+            assert logprobs is not None
+            assert prompt_logprobs is not None
+            assert [one.token_id for one in logprobs] == list(output.completions[0].token_ids)
+            assert all(len(one.top) == 3 and one.top[0].logprob == one.logprob < 0 for one in logprobs)
+            assert prompt_logprobs[0] is None
+            assert [one and one.token_id for one in prompt_logprobs[1:]] == list(asked.prompt[1:])
+            assert all(one is not None and len(one.top) == 2 for one in prompt_logprobs[1:])
+            bare = await engine.generate(request(engine, logprobs=0))
+            assert bare.completions[0].logprobs is not None
+            assert [one.top for one in bare.completions[0].logprobs] == [()] * 8
+
+    run(work())
+
+
+def test_a_step_of_the_fake_takes_as_long_as_it_was_told(tiny_model: Path) -> None:
+    async def work() -> None:
+        steps: list[Stepped] = []
+        async with client(tiny_model, backend="fake", device="12.5ms", on_step=steps.append) as engine:
+            await engine.generate(request(engine))
+            assert engine.facts is not None
+            assert engine.facts.facts.device == "12.5ms"
+        assert sum(step.took_s >= 0.0125 for step in steps) == 8
+
+    run(work())
+
+
+@pytest.mark.parametrize("device", ["cpu", "5", "-5ms", "1e9ms", "ms", "999999ms"])
+def test_a_device_that_is_no_time_is_refused(tiny_model: Path, device: str) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", device=device) as engine:
+            with pytest.raises(InvalidRequest, match="device = "):
+                await engine.start()
+
+    run(work())
+
+
+# The start of a worker
+
+
+def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, num_blocks=50) as engine:
+            await engine.start()
+            facts = engine.facts
+            assert facts is not None
+            assert facts.facts.backend.startswith("torch ")
+            assert facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
+            assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
+            assert set(facts.timings_s) == {"import", "weights", "warm_up"}
+            assert facts.timings_s["import"] > facts.timings_s["weights"] > 0
+            # the warm-up left no trace
+            found = await stats(engine)
+            assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0
+
+    run(work())
+
+
+def header_bytes(folder: Path) -> int:
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+# Steps and what they tell
+
+
+def test_a_generation_knows_its_wait_and_its_cache_from_the_moment_it_starts(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", device="300ms") as engine:
+            news = asyncio.Event()
+            asked = request(engine, LONG)
+            generation = await engine.submit(asked, news=news)
+            assert (generation.is_started, generation.queued_s, generation.cache) == (False, None, None)
+            await news.wait()  # long before the first step has been computed
+            assert generation.is_started
+            assert generation.queued_s is not None
+            assert 0 <= generation.queued_s < 60
+            assert generation.cache is not None
+            assert generation.cache.reason is StopReason.NOT_FOUND
+            assert generation.take() == []
+
+    run(work())
+
+
+def test_what_the_first_sample_found_is_what_the_generation_found(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            asked = request(engine, LONG, n=3, temperature=1.0)
+            fresh = await engine.submit(asked)
+            await fresh.result()
+            assert fresh.num_cached_tokens == fresh.answers.usage.cached_tokens == 0  # the others shared with it
+            again = await engine.submit(asked)
+            await again.result()
+            assert again.num_cached_tokens == again.answers.usage.cached_tokens == len(asked.prompt) - 1
+            assert again.cache == again.answers.cache
+            assert again.cache is not None
+            assert again.cache.reason is StopReason.COMPLETE
+
+    run(work())
+
+
+def test_every_step_is_told_with_its_tokens_and_who_began(tiny_model: Path) -> None:
+    async def work() -> None:
+        steps: list[Stepped] = []
+        async with client(tiny_model, backend="fake", max_chunk_tokens=16, on_step=steps.append) as engine:
+            asked = request(engine, LONG)
+            generation = await engine.submit(asked)
+            await generation.result()
+            assert sum(step.num_tokens for step in steps) == len(asked.prompt) + 7  # the last token is not computed on
+            assert len([step for step in steps if not step.outputs]) >= len(asked.prompt) // 16 - 1
+            begun = [one for step in steps for one in step.started]
+            assert [one.request_id for one in begun] == list(generation.request_ids)
+            assert begun[0].waited_s == generation.queued_s
+            assert all(step.took_s > 0 for step in steps)
+            assert (await stats(engine)).num_steps == len(steps)
+
+    run(work())
+
+
+def test_a_callback_of_steps_that_raises_is_dropped(tiny_model: Path) -> None:
+    async def work() -> None:
+        calls = []
+
+        def fail(step: Stepped) -> None:
+            calls.append(step)
+            raise RuntimeError("metrics")
+
+        async with client(tiny_model, backend="fake", on_step=fail) as engine:
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+        assert len(calls) == 1
+
+    run(work())
+
+
+def test_generations_that_share_their_news_all_come_to_their_end(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            news = asyncio.Event()
+            asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
+            generations = [await engine.submit(one, news=news) for one in asked]
+            seen = await serve_all(generations, news)
+            for one, generation, deltas in zip(asked, generations, seen, strict=True):
+                completion = generation.answers.output().completions[0]
+                assert "".join(delta.text for delta in deltas if delta.index == 0) == completion.text
+                assert len(completion.token_ids) == one.sampling.max_tokens
+            news.clear()
+            for generation in generations:
+                generation.cancel()  # harmless: it is over
+                assert generation.is_over
+            assert not news.is_set()
+            assert all(one.finish_reason is FinishReason.LENGTH for one in generations[0].answers.output().completions)
+            assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+def test_a_cancelled_generation_is_over_and_one_that_waits_frees_its_place(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", max_seqs=1, device="20ms") as engine:
+            news = asyncio.Event()
+            running = await engine.submit(request(engine, max_tokens=2000), news=news)
+            waiting = await engine.submit(request(engine, max_tokens=2000), news=news)
+            await until(lambda: bool(running.take()))
+            assert (await usage(engine))[:2] == (1, 1)
+            waiting.cancel()
+            assert waiting.is_over
+            assert (await usage(engine))[:2] == (1, 0)
+            running.cancel()
+            await serve_all([running, waiting], news)
+            assert await usage(engine) == (0, 0, 0)
+            assert not waiting.is_started
+
+    run(work())
+
+
+def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            generation = await engine.submit(request(engine, max_tokens=2000))
+            with monkeypatch.context() as patch:
+                patch.setattr("quire.engine.process.MAX_UNSENT", 1)
+                with pytest.raises(QueueFull):
+                    await engine.submit(request(engine))
+                generation.cancel()
+            assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+# Statistics
+
+
+def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", max_seqs=1, device="20ms") as engine:
+            running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
+            await until(lambda: running.is_started)
+            others = [
+                await engine.submit(request(engine, f"{priority.name} {i}", priority=priority))
+                for i in range(2)
+                for priority in (Priority.NORMAL, Priority.LOW)
+            ]
+            found = await stats(engine)
+            assert [tier.num_waiting for tier in found.tiers] == [0, 2, 2]
+            sizes = [len(other.answers.request.prompt) for other in others]
+            assert [tier.num_tokens for tier in found.tiers] == [0, sizes[0] + sizes[2], sizes[1] + sizes[3]]
+            later = await stats(engine)
+            assert later.tiers[0].oldest_age_s == 0
+            assert later.tiers[1].oldest_age_s > found.tiers[1].oldest_age_s > 0
+            assert later.num_steps >= found.num_steps > 0
+            assert (later.num_running, later.num_waiting, later.num_violations) == (1, 4, 0)
+            running.cancel()
+            for other in others:
+                await other.result()
+                assert other.queued_s is not None
+                assert other.queued_s > 0
+
+    run(work())
+
+
+def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> None:
+    async def work() -> None:
+        steps: list[Stepped] = []
+        async with client(
+            tiny_model, backend="fake", max_seqs=1, device="5ms", on_step=steps.append, patience_s=10.0
+        ) as engine:
+            low = await engine.submit(request(engine, max_tokens=60, priority=Priority.LOW))
+            await until(lambda: bool(low.take()))
+            waited_s = low.queued_s
+            high = await engine.submit(request(engine, "Now", priority=Priority.HIGH))
+            await high.result()
+            await low.result()
+            assert (await stats(engine)).num_preemptions == 1
+            assert [one.request_id for step in steps for one in step.started] == [*low.request_ids, *high.request_ids]
+            assert low.queued_s == waited_s
+
+    run(work())
+
+
+# The cache
+
+
+def fill(engine: EngineClient, number: int) -> GenerationRequest:
+    """About 15 blocks that nobody else has."""
+    vocab_size = engine.text.spec.vocab_size
+    prompt = tuple((number * 31 + i * 7) % vocab_size for i in range(480))
+    return engine.text.request(prompt, GenerationParams(temperature=0, max_tokens=1, ignore_eos=True))
+
+
+def test_what_a_request_pins_outlives_what_others_need(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", num_blocks=40) as engine:
+            pins = (PinPrefix("a", 70, 600), PinPrefix("b", 40, 600))
+            asked = request(engine, LONG, pins=pins)
+            assert len(asked.prompt) > 100
+            await engine.generate(asked)
+            found = await stats(engine)
+            assert (found.cache.num_pins, found.cache.num_pinned) == (2, 2)  # 70 // 32 full blocks, shared by both
+            for number in range(1, 8):
+                await engine.generate(fill(engine, number))
+            assert (await engine.explain(asked.prompt)).num_tokens == 64
+            assert await engine.unpin("a")
+            assert (await stats(engine)).cache.num_pinned == 1
+            assert await engine.unpin("b")
+            assert not await engine.unpin("b")
+            for number in range(8, 16):
+                await engine.generate(fill(engine, number))
+            assert (await engine.explain(asked.prompt)).num_tokens == 0
+            assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+def test_one_token_of_an_answer_is_enough_for_its_pin_and_none_is_not(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", max_seqs=1, device="10ms") as engine:
+            await engine.generate(request(engine, LONG, max_tokens=1, pins=(PinPrefix("one", 64, 600),)))
+            assert (await stats(engine)).cache.num_pins == 1
+            assert await engine.unpin("one")
+            running = await engine.submit(request(engine, max_tokens=3000))
+            waiting = await engine.submit(request(engine, LONG, pins=(PinPrefix("two", 64, 600),)))
+            await until(lambda: running.is_started)
+            waiting.cancel()
+            running.cancel()
+            await engine.generate(request(engine, LONG))
+            assert (await stats(engine)).cache.num_pins == 0
+
+    run(work())
+
+
+def test_a_pin_ends_with_its_time(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            await engine.generate(request(engine, LONG, pins=(PinPrefix("short", 64, 0.01), PinPrefix("long", 64, 99))))
+            await asyncio.sleep(0.02)
+            await engine.generate(request(engine))  # time passes in steps
+            assert (await stats(engine)).cache.num_pins == 1
+            assert not await engine.unpin("short")
+            assert await engine.unpin("long")
+
+    run(work())
+
+
+def test_the_cache_is_pinned_and_cleared_from_outside(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            prompt = request(engine, LONG).prompt
+            assert await engine.pin("p", prompt, "", 60) == 0  # no worker, no cache
+            assert not await engine.unpin("p")
+            await engine.clear_cache()
+            assert (engine.worker_pid, engine.facts, engine.capacity) == (None, None, None)
+            await engine.generate(request(engine, LONG, salt="mine"))
+            assert await engine.pin("p", prompt, "", 60) == 0  # not under this salt
+            assert await engine.pin("p", prompt, "mine", 60) == len(prompt) // 32 * 32
+            assert await engine.pin("p", prompt[:40], "mine", 60) == 32  # in place of the other
+            assert (await stats(engine)).cache.num_pinned == 1
+            await engine.clear_cache()
+            found = await stats(engine)
+            assert (found.cache.num_pins, found.cache.num_cached, found.cache.num_in_use) == (0, 0, 0)
+            assert (await engine.explain(prompt, "mine")).num_tokens == 0
+            with pytest.raises(InvalidRequest, match="salt"):
+                await engine.pin("p", prompt, "\n", 60)
+
+    run(work())
+
+
+def test_clearing_disturbs_nobody_who_runs(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            asked = request(engine, LONG, max_tokens=300)
+            alone = await engine.generate(asked)
+            generation = await engine.submit(asked)
+            await until(lambda: generation.is_started)
+            await engine.clear_cache()
+            assert (await generation.result()).text == alone.text
+            assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("", 1, 1.0), "pin_id = ''"),
+        (("x" * 257, 1, 1.0), "pin_id = "),
+        (("a\nb", 1, 1.0), "pin_id = "),
+        ((5, 1, 1.0), "pin_id = 5"),
+        (("a", 0, 1.0), "num_tokens = 0"),
+        (("a", True, 1.0), "num_tokens = True"),
+        (("a", 1, 0), "ttl_s = 0"),
+        (("a", 1, float("nan")), "ttl_s = nan"),
+        (("a", 1, float("inf")), "ttl_s = inf"),
+        (("a", 1, 8 * 86400), "ttl_s = 691200"),
+        (("a", 1, "1"), "ttl_s = '1'"),
+    ],
+)
+def test_a_pin_that_is_none_is_refused_by_name(values: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        PinPrefix(*values)
+
+
+def test_pins_beyond_the_prompt_and_too_many_of_them_are_refused(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            with pytest.raises(InvalidRequest, match=r"pins\[1\]\.num_tokens = 999 .* tokens"):
+                request(engine, pins=(PinPrefix("a", 1, 1.0), PinPrefix("a", 999, 1.0)))
+            with pytest.raises(InvalidRequest, match="pins has 9 entries, more than 8"):
+                request(engine, pins=(PinPrefix("a", 1, 1.0),) * 9)
+
+    run(work())

@@ -1,0 +1,124 @@
+"""Whoever waits for news of a generation hears all of it, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.request import FinishReason
+from quire.engine.engine import EngineOutput
+from quire.engine.generation import Generation
+from quire.engine.model import ModelText
+from quire.engine.outputs import Answers, Delta
+from quire.engine.params import GenerationParams
+from quire.engine.wire import Started
+from quire.errors import RequestFailed, WorkerDied
+from tests.engine.serving import collect, run
+
+
+@pytest.fixture(scope="module")
+def text(tiny_model: Path) -> ModelText:
+    model = ModelText.open(tiny_model)
+    model.close()  # the tokenizer is all that is needed
+    return model
+
+
+class Feed:
+    """A generation of one sample, and the news that come of it."""
+
+    def __init__(self, text: ModelText, news: asyncio.Event | None = None) -> None:
+        self.cancelled: list[Generation] = []
+        answers = Answers(text.request((5, 6), GenerationParams()), text.tokenizer)
+        self.generation = Generation(answers, (1,), self.cancelled.append, news)
+
+    def push(self, *tokens: int, reason: FinishReason | None = None) -> Delta:
+        output = EngineOutput(1, tokens, reason, 0, None, (), None, None)
+        delta = self.generation.answers.push(0, output)
+        self.generation.push(delta)
+        return delta
+
+
+def test_take_gives_all_there_is_and_no_more(text: ModelText) -> None:
+    async def work() -> None:
+        feed = Feed(text)
+        assert (feed.generation.take(), feed.generation.is_over) == ([], False)
+        first, second = feed.push(70), feed.push(71)
+        assert (feed.generation.take(), feed.generation.is_over) == ([first, second], False)
+        last = feed.push(72, reason=FinishReason.LENGTH)
+        assert not feed.generation.is_over  # there is something to take
+        assert (feed.generation.take(), feed.generation.is_over) == ([last], True)
+        assert (feed.generation.take(), feed.generation.is_over) == ([], True)
+
+    run(work())
+
+
+def test_a_failure_is_raised_after_what_came_before_it(text: ModelText) -> None:
+    """Though the event was cleared after the failure: otherwise this would wait for ever."""
+
+    async def work() -> None:
+        news = asyncio.Event()
+        feed = Feed(text, news)
+        delta = feed.push(70)
+        feed.generation.fail(RequestFailed("broken"))
+        feed.generation.fail(WorkerDied("later"))
+        news.clear()
+        assert (feed.generation.take(), feed.generation.is_over) == ([delta], False)
+        await news.wait()
+        with pytest.raises(RequestFailed, match="broken"):
+            feed.generation.take()
+        assert feed.generation.is_over
+
+    run(work())
+
+
+def test_everything_that_happens_is_news(text: ModelText) -> None:
+    async def work() -> None:
+        news = asyncio.Event()
+        feed = Feed(text, news)
+        explanation = CacheExplanation(1, 0, 1, StopReason.DIVERGED)
+        for happen in (
+            lambda: feed.generation.start(Started(1, 0.0, 1, explanation)),
+            lambda: feed.push(70),
+            lambda: feed.generation.fail(RequestFailed("x")),
+            feed.generation.wake,
+        ):
+            news.clear()
+            happen()
+            assert news.is_set()
+        assert feed.generation.is_started  # though it waited no time at all
+        assert (feed.generation.queued_s, feed.generation.num_cached_tokens) == (0.0, 1)
+        assert feed.generation.cache == explanation
+
+    run(work())
+
+
+def test_iterating_does_not_use_up_the_news_of_others(text: ModelText) -> None:
+    async def work() -> None:
+        news = asyncio.Event()
+        one, other = Feed(text, news), Feed(text, news)
+        reading = asyncio.create_task(collect(one.generation.deltas()))
+        await asyncio.sleep(0)  # it waits now
+        other.push(70)
+        one.push(71, reason=FinishReason.LENGTH)
+        assert len(await reading) == 1
+        assert news.is_set()
+        assert one.cancelled == [one.generation]  # which the link knows to be over
+
+    run(work())
+
+
+def test_iterating_ends_with_the_failure_and_its_first_deltas(text: ModelText) -> None:
+    async def work() -> None:
+        feed = Feed(text)
+        feed.push(70)
+        feed.push(71)
+        feed.generation.fail(WorkerDied("gone"))
+        deltas = feed.generation.deltas()
+        assert [(await anext(deltas)).token_ids for _ in range(2)] == [(70,), (71,)]
+        with pytest.raises(WorkerDied, match="gone"):
+            await anext(deltas)
+
+    run(work())

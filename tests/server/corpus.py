@@ -1,0 +1,613 @@
+"""Hostile requests, by hand: what each is, and which field the refusal must name.
+
+Bodies are made when they are asked for: some are megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
+from quire.server.cache import ExplainRequest, PinRequest, UnpinRequest
+from quire.server.openai.support import ACCEPTED
+from quire.server.openai.types import ChatCompletionRequest, CompletionRequest
+from quire.server.ops import DetokenizeRequest, TokenizeRequest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+EXPLAIN = "/v1/cache/explain"
+PIN = "/v1/cache/pin"
+UNPIN = "/v1/cache/unpin"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+
+DEEP = 100_000
+MIB = 1 << 20
+HI = {"role": "user", "content": "Hi"}
+
+# A body of each path that is fine as it is.
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [HI], "max_tokens": 2},
+    COMPLETIONS: {"prompt": "Hi", "max_tokens": 2},
+    MESSAGES: {"model": "tiny", "messages": [HI], "max_tokens": 2},
+    COUNT: {"model": "tiny", "messages": [HI]},
+    EXPLAIN: {"prompt": "Hi"},
+    PIN: {"prompt": "Hi"},
+    UNPIN: {"id": "nothing"},
+    TOKENIZE: {"prompt": "Hi"},
+    DETOKENIZE: {"tokens": [1]},
+}
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    CHAT: ChatCompletionRequest,
+    COMPLETIONS: CompletionRequest,
+    MESSAGES: MessagesRequest,
+    COUNT: CountTokensRequest,
+    EXPLAIN: ExplainRequest,
+    PIN: PinRequest,
+    UNPIN: UnpinRequest,
+    TOKENIZE: TokenizeRequest,
+    DETOKENIZE: DetokenizeRequest,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hostile:
+    name: str
+    path: str
+    make: Callable[[], bytes]
+    names: str | None = None  # the field the message must name; None: the body as a whole
+    says: str = ""  # what else stands in the message
+    statuses: tuple[int, ...] = (400,)
+
+
+def field(path: str, name: str, value: object, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
+    """A good body with one field that is not."""
+    title = f"{path} {name}={label or repr(value)[:40]}"
+    return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, says)
+
+
+def literal(path: str, name: str, value: str, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
+    """The same where the value is no JSON that Python would write."""
+    rest = {key: kept for key, kept in GOOD[path].items() if key != name}
+
+    def make() -> bytes:
+        return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode("utf-8", "surrogatepass")
+
+    return Hostile(f"{path} {name}={label or value[:40]}", path, make, names, says)
+
+
+def whole(path: str, label: str, data: bytes, says: str = "") -> Hostile:
+    return Hostile(f"{path} body {label}", path, lambda: data, None, says)
+
+
+def nested(opening: str, closing: str, depth: int = DEEP) -> str:
+    return opening * depth + closing * depth
+
+
+def said(path: str, label: str, content: Callable[[], str], says: str = "") -> Hostile:
+    """A conversation with this text."""
+
+    def make() -> bytes:
+        body = {**GOOD[path], "messages": [{"role": "user", "content": content()}]}
+        return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+    return Hostile(f"{path} text {label}", path, make, "messages", says)
+
+
+def prompted(path: str, label: str, prompt: Callable[[], object], says: str = "", names: str = "prompt") -> Hostile:
+    return Hostile(f"{path} prompt {label}", path, lambda: json.dumps({**GOOD[path], "prompt": prompt()}).encode(), names, says)
+
+
+# The body as a whole
+
+_WHOLE = (
+    ("empty", b""),
+    ("blank", b" \r\n\t "),
+    ("null", b"null"),
+    ("true", b"true"),
+    ("number", b"7"),
+    ("string", b'"hello"'),
+    ("array", b"[]"),
+    ("array of itself", b'[{"messages": []}]'),
+    ("half", b'{"messages": [{"role": "us'),
+    ("two", b'{"messages": []}{"messages": []}'),
+    ("trailing comma", b'{"prompt": "a",}'),
+    ("single quotes", b"{'prompt': 'a'}"),
+    ("comment", b'{"prompt": "a" /* b */}'),
+    ("form", b"prompt=hello&n=1"),
+    ("multipart", b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nhello\r\n--x--\r\n'),
+    ("UTF-8 BOM", b'\xef\xbb\xbf{"prompt": "a"}'),
+    ("UTF-16", '{"prompt": "a"}'.encode("utf-16")),
+    ("NUL first", b'\x00{"prompt": "a"}'),
+    ("NUL inside", b'{"pro\x00mpt": "a"}'),
+    ("raw control character", b'{"prompt": "a\x01b"}'),
+    ("invalid UTF-8", b'{"prompt": "\xff\xfe"}'),
+    ("invalid UTF-8 in a key", b'{"\xc3\x28": 1}'),
+    ("overlong UTF-8", b'{"prompt": "\xc0\xaf"}'),
+    ("raw surrogate bytes", b'{"prompt": "\xed\xa0\x80"}'),
+    ("escaped lone surrogate", rb'{"prompt": "\ud800"}'),
+    ("escaped half pair", rb'{"prompt": "\udc00\ud800"}'),
+    ("escaped surrogate in a key", rb'{"\ud800": 1}'),
+    ("bad escape", rb'{"prompt": "\x41"}'),
+    ("pickle", b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."),
+    ("gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xab\x56\x2a\x28"),
+    ("arrays 10^5 deep", nested("[", "]").encode()),
+    ("objects 10^5 deep", nested('{"a":', "}").replace(":}", ":1}", 1).encode()),
+    ("arrays 10^6 deep, never closed", b"[" * 1_000_000),
+)  # fmt: skip
+
+# A good body but for what is deep inside a field
+_DEEP = (
+    (CHAT, "metadata"),
+    (CHAT, "chat_template_kwargs"),
+    (CHAT, "unknown_field"),
+    (CHAT, "tools"),
+    (CHAT, "messages"),
+    (CHAT, "temperature"),
+    (CHAT, "logit_bias"),
+    (COMPLETIONS, "prompt"),
+    (COMPLETIONS, "stop"),
+    (MESSAGES, "metadata"),
+    (MESSAGES, "system"),
+    (COUNT, "tools"),
+    (EXPLAIN, "prompt"),
+    (TOKENIZE, "messages"),
+    (DETOKENIZE, "tokens"),
+)
+
+# Numbers that are none in JSON
+_NO_NUMBERS = (
+    (CHAT, "temperature", "NaN"),
+    (CHAT, "top_p", "Infinity"),
+    (CHAT, "min_p", "-Infinity"),
+    (CHAT, "max_tokens", "0x10"),
+    (CHAT, "max_tokens", "010"),
+    (CHAT, "temperature", "+1"),
+    (CHAT, "temperature", ".5"),
+    (CHAT, "temperature", "1e"),
+    (CHAT, "seed", "1_000"),
+    (COMPLETIONS, "temperature", "nan"),
+    (COMPLETIONS, "logit_bias", '{"5": NaN}'),
+    (MESSAGES, "temperature", "NaN"),
+    (MESSAGES, "max_tokens", "Infinity"),
+)
+
+
+def _numbers() -> Iterator[Hostile]:
+    for path in (CHAT, COMPLETIONS):
+        yield field(path, "n", 10**6)
+        yield field(path, "n", 0)
+        yield field(path, "n", -1)
+        yield field(path, "n", 33)
+        yield field(path, "n", True)
+        yield field(path, "max_tokens", 0)
+        yield field(path, "max_tokens", -1)
+        yield field(path, "max_tokens", 2**63)
+        yield field(path, "max_tokens", 1.5)
+        yield field(path, "min_tokens", 3)  # more than max_tokens
+        yield field(path, "min_tokens", -1)
+        yield field(path, "temperature", -1)
+        yield field(path, "temperature", "hot")
+        yield literal(path, "temperature", "1e999", "temperature")
+        yield literal(path, "temperature", "-1e999", "temperature")
+        yield field(path, "top_p", 0)
+        yield field(path, "top_p", 1.5)
+        yield field(path, "top_k", -2)
+        yield field(path, "min_p", -0.1)
+        yield field(path, "presence_penalty", 2.5)
+        yield field(path, "frequency_penalty", -3)
+        yield field(path, "repetition_penalty", 0)
+        yield field(path, "seed", 2**70)
+        yield field(path, "seed", 1.5)
+        yield literal(path, "seed", "1" * 5000, "seed", label="5000 digits")
+        yield field(path, "priority", "urgent")
+        yield field(path, "priority", [])
+        yield field(path, "priority", 1.5)
+        yield field(path, "cache_salt", "a b")
+        yield field(path, "cache_salt", "\x00")
+        yield field(path, "cache_salt", "s" * 129)
+        yield field(path, "cache_salt", 7)
+        yield field(path, "service_tier", "gold")
+        yield field(path, "prompt_cache_key", "")
+        yield field(path, "prompt_cache_key", "k" * 10_000)
+        yield field(path, "prompt_cache_retention", "for ever")
+    yield field(CHAT, "max_completion_tokens", 0)
+    yield field(CHAT, "top_logprobs", 21)
+    yield field(CHAT, "top_logprobs", 5)  # without logprobs
+    yield field(CHAT, "prompt_logprobs", 1)
+    yield field(COMPLETIONS, "prompt_logprobs", 10**9)
+    yield field(COMPLETIONS, "logprobs", 21)
+    yield field(COMPLETIONS, "logprobs", True)
+    yield field(COMPLETIONS, "best_of", 10**6)
+    yield field(MESSAGES, "max_tokens", -1)
+    yield field(MESSAGES, "max_tokens", 2**63)
+    yield field(MESSAGES, "max_tokens", "many")
+    yield field(MESSAGES, "temperature", -1)
+    yield literal(MESSAGES, "temperature", "1e999", "temperature")
+    yield field(MESSAGES, "top_k", -2)
+    yield field(MESSAGES, "seed", 2**70)
+    yield field(MESSAGES, "priority", {})
+    yield field(MESSAGES, "cache_salt", "ü")
+
+
+def _lists() -> Iterator[Hostile]:
+    for path in (CHAT, COMPLETIONS):
+        yield field(path, "stop", [f"stop {i}" for i in range(10_000)], label="10^4 strings")
+        yield field(path, "stop", [""])
+        yield field(path, "stop", "")
+        yield field(path, "stop", ["x" * 100_000], label="10^5 characters")
+        yield field(path, "stop", [7], "stop")
+        yield field(path, "stop_token_ids", list(range(100_000)), label="10^5 ids")
+        yield field(path, "stop_token_ids", [-1])
+        yield field(path, "stop_token_ids", [True], "stop_token_ids")
+        yield field(path, "stop_token_ids", [2**40])
+        yield field(path, "logit_bias", {str(i): 1 for i in range(100_000)}, label="10^5 entries")
+        yield field(path, "logit_bias", {"the": 1})
+        yield field(path, "logit_bias", {"-1": 1})
+        yield field(path, "logit_bias", {"1.0": 1})
+        yield field(path, "logit_bias", {"²": 1})
+        yield field(path, "logit_bias", {"9" * 400: 1}, label="400 digits")
+        yield field(path, "logit_bias", {"5": 101})
+        yield literal(path, "logit_bias", '{"5": 1e999}', "logit_bias")
+        yield field(path, "logit_bias", {"5": "much"}, "logit_bias")
+        yield field(path, "logit_bias", {"4294967296": 1}, "logit_bias")
+    yield field(MESSAGES, "stop_sequences", [f"stop {i}" for i in range(10_000)], label="10^4 strings")
+    yield field(MESSAGES, "stop_sequences", [""])
+    yield field(MESSAGES, "stop_sequences", "stop")
+    too_many = [HI] * 100_000
+    for path in (CHAT, MESSAGES, COUNT, EXPLAIN, TOKENIZE):
+        body = {key: value for key, value in GOOD[path].items() if key != "prompt"}
+        yield Hostile(
+            f"{path} 10^5 messages", path, lambda body=body: json.dumps({**body, "messages": too_many}).encode(), "messages"
+        )
+        yield Hostile(f"{path} no messages", path, lambda body=body: json.dumps({**body, "messages": []}).encode(), "messages")
+
+
+def _conversations() -> Iterator[Hostile]:
+    for path in (CHAT, MESSAGES, COUNT):
+        for label, message in (
+            ("unknown role", {"role": "root", "content": "Hi"}),
+            ("role of 10^6 characters", {"role": "r" * 10**6, "content": "Hi"}),
+            ("role null", {"role": None, "content": "Hi"}),
+            ("no role", {"content": "Hi"}),
+            ("role tool", {"role": "tool", "content": "Hi", "tool_call_id": "1"}),
+            ("content number", {"role": "user", "content": 7}),
+            ("content null", {"role": "user", "content": None}),
+            ("content missing", {"role": "user"}),
+            ("content object", {"role": "user", "content": {"type": "text", "text": "Hi"}}),
+            ("part without type", {"role": "user", "content": [{"text": "Hi"}]}),
+            ("part without text", {"role": "user", "content": [{"type": "text"}]}),
+            ("part of unknown type", {"role": "user", "content": [{"type": "thought", "text": "Hi"}]}),
+            ("part text number", {"role": "user", "content": [{"type": "text", "text": 1e9}]}),
+            ("message null", None),
+            ("message text", "Hi"),
+        ):
+            yield field(path, "messages", [HI, message], label=label)
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/canary.png"}}
+    yield field(CHAT, "messages", [{"role": "user", "content": [image]}], label="image")
+    audio = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    yield field(CHAT, "messages", [{"role": "user", "content": [audio]}], label="audio")
+    block = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/canary.png"}}
+    yield field(MESSAGES, "messages", [{"role": "user", "content": [block]}], label="image")
+    yield field(MESSAGES, "messages", [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}], label="tool result")
+    yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": ""}], label="empty name")
+    yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": "n" * 1000}], label="long name")
+    yield field(CHAT, "messages", [{"role": "assistant", "content": None, "tool_calls": [{}]}], label="tool calls")
+    marked = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral", "ttl": "9y"}}
+    yield field(MESSAGES, "messages", [{"role": "user", "content": [marked]}], label="cache_control ttl")
+    five = [{**marked, "cache_control": {"type": "ephemeral"}} for _ in range(5)]
+    yield field(MESSAGES, "messages", [{"role": "user", "content": five}], "cache_control", label="5 breakpoints")
+    yield field(MESSAGES, "system", 7)
+    yield field(CHAT, "continue_final_message", True)
+    yield field(CHAT, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}])
+    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1:9/"}}})
+    yield field(COMPLETIONS, "guided_regex", "(a+)+b")
+    yield field(COMPLETIONS, "suffix", "end")
+    yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {}}])
+    yield field(MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 10**9})
+
+
+def _templates() -> Iterator[Hostile]:
+    yield field(CHAT, "chat_template", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    yield field(CHAT, "chat_template", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    for label, value in (
+        ("chat_template", {"chat_template": "{{ 'a' * 1000000000 }}"}),
+        ("messages", {"messages": []}),
+        ("messages as text", {"messages": "mine"}),
+        ("bos_token", {"bos_token": "<|im_start|>"}),
+        ("tools", {"tools": True}),
+        ("add_generation_prompt", {"add_generation_prompt": False}),
+        ("unknown", {"no_such_name": 1}),
+        ("dunder", {"__class__": "x"}),
+        ("range", {"range": 1}),
+        ("raise_exception", {"raise_exception": "x"}),
+        ("empty name", {"": 1}),
+        ("a list", {"no_such_name": [1, 2]}),
+        ("5000 entries", {f"name_{i}": i for i in range(5000)}),
+        ("huge int", {"no_such_name": 10**4000}),
+        ("long value", {"no_such_name": "v" * 10**6}),
+        ("long name", {"n" * 10**6: 1}),
+    ):
+        yield field(CHAT, "chat_template_kwargs", value, label=label)
+    yield field(CHAT, "chat_template_kwargs", [])
+    yield literal(CHAT, "chat_template_kwargs", '{"no_such_name": 1e999}', "chat_template_kwargs")
+    yield literal(CHAT, "chat_template_kwargs", '{"no_such_name": NaN}')
+
+
+def _sizes() -> Iterator[Hostile]:
+    long = "context"  # in the message: that it is the context that does not hold it
+    for path in (CHAT, MESSAGES):
+        yield said(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
+        yield said(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
+        yield said(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
+        yield said(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
+        yield said(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long)
+    yield said(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
+    yield prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long)
+    yield prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long)
+    yield prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long)
+    yield prompted(COMPLETIONS, "10^6 tokens", lambda: [5] * 10**6)
+    yield prompted(EXPLAIN, "10^6 tokens", lambda: [5] * 10**6, long)
+    yield prompted(COMPLETIONS, "10^5 texts", lambda: ["a"] * 10**5)
+    yield Hostile("/detokenize 2*10^6 ids", DETOKENIZE, lambda: json.dumps({"tokens": [5] * 2_000_000}).encode(), "tokens")
+    yield Hostile("/v1/chat/completions 10^5 unknown fields, one bad", CHAT, _many_fields, "temperature")
+    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, TOKENIZE):
+        yield Hostile(f"{path} 17 MB", path, lambda: b'{"prompt": "' + b"a" * (17 * 10**6) + b'"}', None, statuses=(413,))
+
+
+def _many_fields() -> bytes:
+    return json.dumps({**GOOD[CHAT], **{f"f{i}": i for i in range(100_000)}, "temperature": "hot"}).encode()
+
+
+def _ids() -> Iterator[Hostile]:
+    for label, prompt in (
+        ("empty text", ""),
+        ("empty list", []),
+        ("empty ids", [[]]),
+        ("an id too large", [1, 2, 2**31]),
+        ("an id beyond the vocabulary", [1, 2, 10**6]),
+        ("a negative id", [1, -1]),
+        ("an id of 400 digits", [1, 10**400]),
+        ("true", [1, True]),
+        ("true first", [True, 1]),
+        ("a fraction", [1, 1.5]),
+        ("null", [1, None]),
+        ("text among ids", [1, "a"]),
+        ("ids among text", ["a", 1]),
+        ("lists in lists", [[[1]]]),
+        ("an object", {"text": "a"}),
+        ("a number", 7),
+        ("65 texts", ["a"] * 65),
+    ):
+        yield prompted(COMPLETIONS, label, lambda prompt=prompt: prompt)
+        if label not in ("ids among text", "65 texts"):
+            yield prompted(EXPLAIN, label, lambda prompt=prompt: prompt)
+    for label, tokens in (
+        ("beyond the vocabulary", [10**6]),
+        ("negative", [-1]),
+        ("huge", [10**400]),
+        ("true", [True]),
+        ("a fraction", [1.5]),
+        ("text", ["1"]),
+        ("a number", 7),
+        ("null", None),
+    ):
+        yield field(DETOKENIZE, "tokens", tokens, label=label)
+    yield Hostile("/tokenize neither", TOKENIZE, lambda: b"{}", "prompt")
+    yield Hostile("/tokenize both", TOKENIZE, lambda: json.dumps({"prompt": "a", "messages": [HI]}).encode(), "prompt")
+    yield Hostile("/v1/cache/explain neither", EXPLAIN, lambda: b"{}", "prompt")
+    yield Hostile("/v1/cache/explain both", EXPLAIN, lambda: json.dumps({"prompt": "a", "messages": [HI]}).encode(), "prompt")
+    yield field(EXPLAIN, "cache_salt", "a b")
+    yield field(PIN, "ttl_s", -1)
+    yield field(PIN, "ttl_s", 10**9)
+    yield literal(PIN, "ttl_s", "1e999", "ttl_s")
+    yield field(PIN, "id", "")
+    yield field(PIN, "id", "line\nline")
+    yield field(UNPIN, "id", "i" * 10_000)
+
+
+def _wrong_types() -> Iterator[Hostile]:
+    """Every field of every body, with a value of a type it never has."""
+    for path, struct in STRUCTS.items():
+        for one in msgspec.structs.fields(struct):
+            name = one.encode_name
+            if one.type is Any or name in ACCEPTED or (path == MESSAGES and name in ("metadata", "service_tier")):
+                continue  # takes anything, or refuses anything: both tested on their own
+            takes_object = name in ("stream_options", "prompt_cache_options", "chat_template_kwargs", "logit_bias", "cache_control")
+            yield field(path, name, 7 if takes_object else {"x": [None]}, label="wrong type")
+
+
+def _models() -> Iterator[Hostile]:
+    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+        for label, name in (("unknown", "gpt-9"), ("path", "../../etc/passwd"), ("long", "m" * 10**6), ("control", "a\r\nb: c")):
+            data = {**GOOD[path], "model": name}
+            yield Hostile(f"{path} model {label}", path, lambda data=data: json.dumps(data).encode(), "model", statuses=(404,))
+
+
+def _duplicates() -> Iterator[Hostile]:
+    """The last one counts, in the check as in the answer: a bad value cannot hide behind a good one."""
+    yield literal(CHAT, "n", '1, "n": 1000000', "n", label="twice, the last bad")
+    yield literal(MESSAGES, "max_tokens", '1, "max_tokens": -1', "max_tokens", label="twice, the last bad")
+
+
+def corpus() -> tuple[Hostile, ...]:
+    rows: list[Hostile] = []
+    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+        some = _WHOLE if path in (CHAT, MESSAGES) else _WHOLE[::5]
+        rows += [whole(path, label, data) for label, data in some]
+    rows += [literal(path, name, nested("[", "]"), label="10^5 deep") for path, name in _DEEP]
+    rows += [literal(CHAT, "metadata", nested('{"a":', "}").replace(":}", ":1}", 1), label="objects 10^5 deep")]
+    rows += [literal(path, name, value) for path, name, value in _NO_NUMBERS]
+    for make in (_numbers, _lists, _conversations, _templates, _sizes, _ids, _wrong_types, _models, _duplicates):
+        rows += make()
+    return tuple(rows)
+
+
+# Odd values of numbers
+
+NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, as far as they are whole
+    CHAT: {
+        "n": (1, 32),
+        "max_tokens": (1, 4096),
+        "max_completion_tokens": (1, 4096),
+        "min_tokens": (0, 4096),
+        "temperature": (0, 100),
+        "top_p": (0, 1),
+        "top_k": (-1, 2**31 - 1),
+        "min_p": (0, 1),
+        "frequency_penalty": (-2, 2),
+        "presence_penalty": (-2, 2),
+        "repetition_penalty": (0, 100),
+        "seed": (-(2**63), 2**64 - 1),
+        "top_logprobs": (0, 20),
+        "priority": (-100, 100),
+    },
+    COMPLETIONS: {
+        "n": (1, 32),
+        "max_tokens": (1, 4096),
+        "min_tokens": (0, 4096),
+        "logprobs": (0, 20),
+        "best_of": (1, 32),
+        "seed": (-(2**63), 2**64 - 1),
+    },
+    MESSAGES: {
+        "max_tokens": (0, 4096),
+        "temperature": (0, 1),
+        "top_p": (0, 1),
+        "top_k": (0, 2**31 - 1),
+        "min_p": (0, 1),
+        "repetition_penalty": (0, 100),
+        "seed": (-(2**63), 2**64 - 1),
+        "priority": (-100, 100),
+    },
+    PIN: {"ttl_s": (0, 604_800)},
+}
+_ODD = (
+    *("-1", "-0", "-0.0", "0", "1", "2147483647", "2147483648", "4294967296", "9223372036854775807"),
+    *("9223372036854775808", "18446744073709551616", "-9223372036854775809", "1" + "0" * 400, "1e400", "-1e400"),
+    *("1e-400", "5e-324", "1e308", "0.1", "1.0", "NaN", "Infinity", "-Infinity"),
+    *('"1"', '""', "null", "true", "false", "[]", "[1]", "{}"),
+)
+
+
+def numbers() -> Iterator[tuple[str, str, str]]:
+    """(path, field, value as it stands in the body)."""
+    for path, fields in NUMBERS.items():
+        for name, (low, high) in fields.items():
+            for value in (*_ODD, str(low), str(low - 1), str(high), str(high + 1)):
+                yield path, name, value
+
+
+def body_with(path: str, name: str, value: str, more: Mapping[str, Any] | None = None) -> bytes:
+    rest = {key: kept for key, kept in {**GOOD[path], **(more or {})}.items() if key != name}
+    return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode()
+
+
+# Below HTTP, or beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Bytes for a socket. The answer is one of the statuses; 0: the connection is closed without one."""
+
+    name: str
+    make: Callable[[], bytes]
+    statuses: tuple[int, ...] = (400,)
+
+
+_BODY = json.dumps({"messages": [HI], "max_tokens": 2}).encode()
+
+
+def _post(headers: bytes, body: bytes = _BODY) -> bytes:
+    return b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n" + body
+
+
+def _length(value: bytes) -> bytes:
+    return _post(b"content-length: " + value + b"\r\n")
+
+
+_SIZE = str(len(_BODY)).encode()
+_CHUNK = f"{len(_BODY):x}".encode()
+
+WIRE = (
+    Wire("two lengths that differ", lambda: _post(b"content-length: 3\r\ncontent-length: " + _SIZE + b"\r\n")),
+    Wire("a length and chunks", lambda: _post(b"content-length: 3\r\ntransfer-encoding: chunked\r\n", b"0\r\n\r\n")),
+    Wire("chunks and a length", lambda: _post(b"transfer-encoding: chunked\r\ncontent-length: 3\r\n", b"0\r\n\r\n")),
+    Wire("a list of lengths", lambda: _length(_SIZE + b", " + _SIZE)),
+    Wire("a negative length", lambda: _length(b"-1")),
+    Wire("a length with a sign", lambda: _length(b"+" + _SIZE)),
+    Wire("a length in hex", lambda: _length(b"0x10")),
+    Wire("a length that is no number", lambda: _length(b"many")),
+    Wire("an empty length", lambda: _length(b"")),
+    Wire("a length beyond 64 bits", lambda: _length(b"9" * 40)),
+    Wire("a length of 10^18", lambda: _length(b"1" + b"0" * 18), (413,)),
+    Wire("unknown transfer coding", lambda: _post(b"transfer-encoding: xchunked\r\n"), (400, 501)),
+    Wire("chunked twice", lambda: _post(b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n"), (400, 501)),
+    Wire("a chunk size that is none", lambda: _post(b"transfer-encoding: chunked\r\n", b"zz\r\n\r\n")),
+    Wire("a chunk size beyond 64 bits", lambda: _post(b"transfer-encoding: chunked\r\n", b"f" * 20 + b"\r\n")),
+    Wire("a negative chunk size", lambda: _post(b"transfer-encoding: chunked\r\n", b"-1\r\n\r\n")),
+    Wire("a chunk longer than it says", lambda: _post(b"transfer-encoding: chunked\r\n", b"1\r\n" + _BODY)),
+    Wire("17 MB of chunks", lambda: _post(b"transfer-encoding: chunked\r\n", (b"100000\r\n" + b"a" * MIB + b"\r\n") * 17), (413,)),
+    Wire("a header of 2 MiB", lambda: _post(b"x: " + b"a" * (2 * MIB) + b"\r\n"), (431,)),
+    Wire("a header name of 2 MiB", lambda: _post(b"a" * (2 * MIB) + b": x\r\n"), (431,)),
+    Wire("a header of 2 MiB without an end", lambda: b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (2 * MIB), (431,)),
+    Wire("10,000 headers", lambda: _post(b"".join(b"x-%d: some value\r\n" % i for i in range(10_000))), (431,)),
+    Wire("a path of 2 MiB", lambda: b"GET /" + b"a" * (2 * MIB) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 414, 431)),
+    Wire("trailers without an end", lambda: _post(b"transfer-encoding: chunked\r\n", b"0\r\n" + b"x: y\r\n" * 100_000), (400, 431)),
+    Wire("NUL in a header", lambda: _post(b"x: a\x00b\r\ncontent-length: 0\r\n", b"")),
+    Wire("NUL in the path", lambda: b"GET /hea\x00lth HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    Wire("a blank before the colon", lambda: _post(b"content-length : " + _SIZE + b"\r\n")),
+    Wire("no colon", lambda: _post(b"nonsense\r\n")),
+    Wire("a lone carriage return", lambda: _post(b"x: a\rcontent-length: 3\r\n")),
+    Wire("no such method", lambda: b"G@T / HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    Wire("no version", lambda: b"GET /health\r\n\r\n"),
+    Wire("version 9", lambda: b"GET /health HTTP/9.9\r\nhost: localhost\r\n\r\n", (400, 505)),
+    Wire("HTTP/2 preface", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400, 403, 404, 405, 501, 505)),
+    Wire("TLS hello", lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xaa" * 500),
+    Wire("pickle", lambda: b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."),
+    Wire("random bytes", lambda: bytes(range(256)) * 64),
+    Wire("CONNECT", lambda: b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 404, 405, 501)),
+    Wire("a proxy's request", lambda: b"GET http://example.com/ HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 403, 404)),
+    Wire("two hosts", lambda: b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: evil.example\r\n\r\n", (400, 403)),
+    Wire("two hosts, the good one last", lambda: b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\nhost: localhost\r\n\r\n", (400, 403)),
+)  # fmt: skip
+
+# (method, path) -> what is there for someone on this machine without a key. Nothing here is served twice.
+PATHS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    ("GET", "//v1/models", (404,)),
+    ("GET", "/v1//models", (404,)),
+    ("GET", "/v1/models/", (404,)),
+    ("GET", "/v1/../health", (404,)),
+    ("GET", "/v1/%2e%2e/health", (404,)),
+    ("GET", "/%2e%2e/%2e%2e/etc/passwd", (404,)),
+    ("GET", "/v1/models/..%2f..%2fhealth", (404,)),
+    ("GET", "/v1/models/%00", (404,)),
+    ("GET", "/v1/models/%ff%fe", (404,)),
+    ("GET", "/v1/models/" + "m" * 10_000, (404,)),
+    ("GET", "/V1/MODELS", (404,)),
+    ("GET", "/v1/models%20", (404,)),
+    ("GET", "/v1/models;a=b", (404,)),
+    ("GET", "/docs/../admin", (404,)),
+    ("GET", "/%0d%0ax-injected:%20yes", (404,)),
+    ("POST", "/v1/chat/completions/", (404,)),
+    ("POST", "//v1/chat/completions", (404,)),
+    ("GET", "/v1/chat/completions", (405,)),
+    ("HEAD", "/v1/chat/completions", (405,)),
+    ("OPTIONS", "/v1/chat/completions", (405,)),
+    ("TRACE", "/v1/chat/completions", (405,)),
+    ("PUT", "/v1/messages", (405,)),
+    ("DELETE", "/v1/models", (405,)),
+    ("PATCH", "/metrics", (405,)),
+    ("POST", "/health", (405,)),
+    ("OPTIONS", "/", (404,)),
+    ("HEAD", "/nothing", (404,)),
+    ("TRACE", "/", (404,)),
+)

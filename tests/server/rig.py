@@ -1,0 +1,214 @@
+"""A real `quire serve` in a process of its own, spoken to over a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0
+FAKE = ("--backend", "fake", "--num-blocks", "400")
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    stdout: list[str]
+    stderr: list[str]
+    key: str | None = None
+    _readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return host, int(port)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        headers: dict[str, str] | None = None,
+        data: bytes | None = None,
+        timeout_s: float = 60.0,
+    ) -> Answer:
+        connection = HTTPConnection(*self.address, timeout=timeout_s)
+        try:
+            sent = {"content-type": "application/json", **(headers or {})}
+            if self.key is not None and "authorization" not in sent and "x-api-key" not in sent:
+                sent["authorization"] = f"Bearer {self.key}"
+            payload = data if data is not None else None if body is None else json.dumps(body).encode()
+            connection.request(method, path, payload, sent)
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **more: Any) -> Answer:
+        return self.ask("GET", path, **more)
+
+    def post(self, path: str, body: object = None, **more: Any) -> Answer:
+        return self.ask("POST", path, body, **more)
+
+    def chat(self, text: str = "Hi", **fields: Any) -> Answer:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "ignore_eos": True, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def stats(self) -> Any:
+        return self.get("/v1/cache/stats").json
+
+    def raw(self, timeout_s: float = 30.0) -> socket.socket:
+        return socket.create_connection(self.address, timeout=timeout_s)
+
+    def send_request(
+        self, body: object, path: str = "/v1/chat/completions", *, sock: socket.socket | None = None
+    ) -> socket.socket:
+        """Write a request and leave: the caller reads, or does not."""
+        data = json.dumps(body).encode()
+        sock = sock or self.raw()
+        key = "" if self.key is None else f"authorization: Bearer {self.key}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{key}content-type: application/json\r\n"
+        sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        return sock
+
+    def wait_free(self, limit_s: float = 30.0) -> Any:
+        """Until no block is held by anyone and nothing waits. Returns the last stats."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            stats = self.stats()
+            if not stats["num_in_use"] and not stats["num_running"] and not stats["num_waiting"]:
+                return stats
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.05)
+
+    def wait_for(self, pattern: str, limit_s: float = 60.0) -> str:
+        """A line of stdout or stderr that matches."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for line in [*self.stdout, *self.stderr]:
+                if re.search(pattern, line):
+                    return line
+            time.sleep(0.02)
+        raise AssertionError(f"no line matches {pattern!r}:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        return "".join([*self.stdout, *self.stderr])
+
+    @property
+    def worker_pid(self) -> int:
+        (pid,) = [child for child in children(self.process.pid) if "quire.engine.worker" in command_line(child)]
+        return pid
+
+    def stop(self, limit_s: float = 60.0) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(limit_s)
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        found = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{pid}/task")]
+        return [int(child) for text in found for child in text.split()]
+    return []
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
+    """Starts, and does not wait."""
+    command = [sys.executable, "-m", "quire", "serve", *options]
+    if "--port" not in options:
+        command += ["--port", "0"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+    )
+    server = Server(process, "", [], [])
+    for stream, lines in ((process.stdout, server.stdout), (process.stderr, server.stderr)):
+        thread = threading.Thread(target=lambda stream=stream, lines=lines: lines.extend(stream), daemon=True)
+        thread.start()
+        server._readers.append(thread)
+    return server
+
+
+def wait_ready(server: Server, limit_s: float = START_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for line in server.stdout:
+            if found := re.search(r" at (http://\S+)", line):
+                server.url = found[1]
+                return
+        assert server.process.poll() is None, f"it ended with {server.process.returncode}:\n{server.log}"
+        time.sleep(0.02)
+    raise AssertionError(f"not ready in {limit_s} s:\n{server.log}")
+
+
+@contextlib.contextmanager
+def serving(*options: str, key: str | None = None, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = spawn(*options, env=env)
+    try:
+        wait_ready(server)
+        server.key = key
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.terminate()
+            try:
+                server.process.wait(20)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait(20)
+        for thread in server._readers:
+            thread.join(10)
+        for stream in (server.process.stdout, server.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def events(data: bytes) -> list[tuple[str | None, str]]:
+    """(event, data) of a whole SSE body; comments left out."""
+    found: list[tuple[str | None, str]] = []
+    for block in data.decode().split("\n\n"):
+        name, lines = None, []
+        for line in block.split("\n"):
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+        if lines:
+            found.append((name, "\n".join(lines)))
+    return found

@@ -1,0 +1,638 @@
+"""Bodies of /v1/messages to an Ask, Deltas to events, errors to bytes: judged by Anthropic's own SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+import anthropic
+import httpx2
+import msgspec
+import pytest
+from anthropic.types import Message as SdkMessage
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from quire.core.kv_cache import CacheStats
+from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.request import FinishReason, Priority
+from quire.engine.outputs import Delta, Usage
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest, QuireError, RequestFailed
+from quire.server import cache
+from quire.server.anthropic.errors import ANTHROPIC
+from quire.server.anthropic.messages import Reply
+from quire.server.anthropic.parsing import conversation, to_ask
+from quire.server.anthropic.support import UNSUPPORTED, refuse_unsupported
+from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
+from quire.server.ask import Ask, Breakpoint
+from quire.server.errors import ApiError, Kind
+from quire.server.work import Work
+from quire.text.chat import ChatRequest, Message, Part, Role
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+EPHEMERAL = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+def parse(**body: Any) -> Ask:
+    data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO} | body)
+    return to_ask(msgspec.json.decode(data, type=MessagesRequest))
+
+
+def chat_of(ask: Ask) -> ChatRequest:
+    (prompt,) = ask.prompts
+    assert isinstance(prompt, ChatRequest)
+    return prompt
+
+
+def texts(ask: Ask) -> list[tuple[str, list[str]]]:
+    return [(message.role.value, [part.text for part in message.parts]) for message in chat_of(ask).messages]
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+# In
+
+
+def test_every_field_arrives() -> None:
+    ask = parse(
+        model="smollm2", max_tokens=7, system="Be brief.", stop_sequences=["\n\n", "END"], stream=True,
+        temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=-3, ignore_eos=True,
+        priority="low", cache_salt="team-a", cache=True, metadata={"user_id": "u"}, service_tier="standard_only",
+    )  # fmt: skip
+    assert ask == Ask(
+        model="smollm2",
+        prompts=(ChatRequest((Message(Role.SYSTEM, (Part("Be brief."),)), Message(Role.USER, (Part("Hello"),)))),),
+        params=GenerationParams(
+            temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=-3, max_tokens=7,
+            stop=("\n\n", "END"), ignore_eos=True,
+        ),
+        is_streaming=True,
+        priority=Priority.LOW,
+        cache_salt="team-a",
+        wants_cache=True,
+    )  # fmt: skip
+
+
+def test_null_is_the_same_as_left_out() -> None:
+    required = {"model", "messages", "max_tokens"}
+    optional = [name for name in MessagesRequest.__struct_fields__ if name not in required]
+    assert len(optional) > 25
+    assert parse(**dict.fromkeys(optional)) == parse()
+
+
+@pytest.mark.parametrize("missing", ["model", "messages", "max_tokens"])
+def test_required_fields(missing: str) -> None:
+    body = {"model": "m", "max_tokens": 8, "messages": HELLO}
+    del body[missing]
+    with pytest.raises(msgspec.ValidationError, match=missing):
+        msgspec.json.decode(json.dumps(body), type=MessagesRequest)
+
+
+def test_content_is_a_string_or_blocks_of_text() -> None:
+    blocks = [text("a"), text("b", citations=None)]
+    ask = parse(messages=[{"role": "user", "content": blocks}], system=[text("s1"), text("s2")])
+    assert texts(ask) == [("system", ["s1", "s2"]), ("user", ["a", "b"])]
+    assert texts(parse(system="")) == texts(parse(system=[])) == [("user", ["Hello"])]
+
+
+def test_turns_of_one_role_are_one_turn() -> None:
+    ask = parse(
+        system="S",
+        messages=[
+            {"role": "system", "content": "T"},
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": [text("b", cache_control=EPHEMERAL)]},
+            {"role": "user", "content": []},
+            {"role": "assistant", "content": "c"},
+            {"role": "assistant", "content": "d"},
+            {"role": "user", "content": [text("e", cache_control=HOUR)]},
+        ],
+    )
+    assert texts(ask) == [
+        ("system", ["S", "\n\n", "T"]),
+        ("user", ["a", "\n\n", "b"]),
+        ("assistant", ["c", "d"]),  # it goes on where it stopped
+        ("user", ["e"]),
+    ]
+    assert ask.breakpoints == (Breakpoint(1, 2, 300.0), Breakpoint(3, 0, 3600.0))
+
+
+def test_an_assistant_at_the_end_is_continued() -> None:
+    assert chat_of(parse()).add_generation_prompt
+    assert not chat_of(parse()).continue_last
+    chat = chat_of(parse(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}]))
+    assert chat.continue_last
+    assert not chat.add_generation_prompt
+    assert chat.messages[-1].text == "The answer is ("
+
+
+def test_thoughts_are_left_out_of_an_assistants_history() -> None:
+    thoughts = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
+    marked = text("a", cache_control=EPHEMERAL)
+    ask = parse(messages=[*HELLO, {"role": "assistant", "content": [*thoughts, marked]}, *HELLO])
+    assert texts(ask)[1] == ("assistant", ["a"])
+    assert ask.breakpoints == (Breakpoint(1, 0, 300.0),)
+    with pytest.raises(ApiError, match=r"messages\.0\.content\.0\.type = 'thinking'"):
+        parse(messages=[{"role": "user", "content": thoughts}])
+
+
+def test_an_answer_can_be_sent_back() -> None:
+    """What the SDK makes of our answer is a message we take."""
+    answer = SdkMessage.model_validate(msgspec.to_builtins(reply().answer("Hi", FinishReason.STOP, None)))
+    ask = parse(messages=[*HELLO, json.loads(json.dumps(answer.to_param(), default=lambda block: block.to_dict()))])
+    assert texts(ask)[1] == ("assistant", ["Hi"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["image", "document", "tool_use", "tool_result", "search_result", "container_upload", "nonsense", ""]
+)
+def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
+    image = {"type": kind, "source": {"type": "url", "url": "https://example.com"}, "id": "x", "content": []}
+    with pytest.raises(ApiError) as refused:
+        parse(messages=[*HELLO, {"role": "user", "content": [text("a"), image]}])
+    assert refused.value.kind is Kind.INVALID
+    assert refused.value.param == "messages.1.content.1.type"
+    assert f"messages.1.content.1.type = {kind!r}" in refused.value.message
+    with pytest.raises(ApiError, match=r"system\.0\.type"):
+        parse(system=[image])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages has 0 entries"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, r"messages\.1\.role = 'tool' is not one of user,"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\.0\.content\.0\.text is missing"),
+        ({"max_tokens": -1}, "max_tokens = -1"),
+        ({"max_tokens": 10**30}, "max_tokens = 1000"),
+        ({"temperature": -0.1}, "temperature = -0.1"),
+        ({"temperature": 101}, "temperature = 101"),
+        ({"top_p": 0}, "top_p = 0"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"min_p": 2}, "min_p = 2"),
+        ({"seed": 2**65}, "seed = "),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\] has 0 characters"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
+        ({"priority": "soon"}, "priority = 'soon'"),
+        ({"cache_salt": "a b"}, "cache_salt = 'a b'"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_field_and_value(body: dict[str, Any], words: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest), match=words):
+        parse(**body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "Hello"},
+        {"messages": [None]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": None, "content": "x"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]},
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        {"messages": [{"role": "user", "content": [text("x", cache_control={"type": "eternal"})]}]},
+        {"messages": [{"role": "user", "content": [text("x", cache_control={**EPHEMERAL, "ttl": "1d"})]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        {"max_tokens": "8"},
+        {"max_tokens": 8.5},
+        {"max_tokens": True},
+        {"max_tokens": None},
+        {"system": 5},
+        {"stop_sequences": "END"},
+        {"stop_sequences": [5]},
+        {"stream": "yes"},
+        {"service_tier": "batch"},
+        {"cache_control": "ephemeral"},
+        {"seed": 1.5},
+        {"cache": 1},
+        {"metadata": "u"},
+    ],
+)
+def test_wrong_types_are_validation_errors(body: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        parse(**body)
+
+
+ASKED: dict[str, tuple[Any, str]] = {
+    "tools": ([{"name": "f", "input_schema": {}}], "tools"),
+    "tool_choice": ({"type": "any"}, "tool_choice.type"),
+    "mcp_servers": ([{"type": "url"}], "mcp_servers"),
+    "container": ("c1", "container"),
+    "output_config": ({"format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
+    "output_format": ({"type": "json_schema", "schema": {}}, "output_format.type"),
+    "thinking": ({"budget_tokens": 1024, "type": "enabled"}, "thinking.type"),
+    "compaction": ({"enabled": True}, "compaction.enabled"),
+    "context_management": ({"edits": [{"type": "clear_tool_uses"}]}, "context_management.edits"),
+    "thread": ({"id": "t"}, "thread.id"),
+    "diagnostics": ({"previous_message_id": "msg_1"}, "diagnostics.previous_message_id"),
+    "fallbacks": ([{"model": "n"}], "fallbacks"),
+    "fallback_credit_token": ("t", "fallback_credit_token"),
+    "inference_geo": ("eu", "inference_geo"),
+    "speed": ("fast", "speed"),
+}
+
+
+def test_all_that_is_known_and_not_supported_is_refused_by_name() -> None:
+    assert set(ASKED) == set(UNSUPPORTED) <= set(CountTokensRequest.__struct_fields__)
+    for name, (value, path) in ASKED.items():
+        for kind in (MessagesRequest, CountTokensRequest):
+            data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO, name: value})
+            with pytest.raises(ApiError) as refused:
+                refuse_unsupported(msgspec.json.decode(data, type=kind))
+            assert (refused.value.kind, refused.value.param) == (Kind.INVALID, path)
+            assert refused.value.message.startswith(path)
+    with pytest.raises(ApiError, match=r"thinking\.type = 'adaptive' is not supported"):
+        parse(thinking={"type": "adaptive"})
+
+
+NOTHING: tuple[Any, ...] = ([], {}, "", None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(dict.fromkeys(ASKED, value) for value in NOTHING),
+        {"thinking": {"type": "disabled"}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "none"}},
+        {"output_config": {"format": None, "effort": None}},
+        {"diagnostics": {"previous_message_id": None}},
+        {"speed": "standard"},
+        {"inference_geo": "global"},
+    ],
+)
+def test_what_asks_for_nothing_passes(body: dict[str, Any]) -> None:
+    assert parse(**body) == parse()
+
+
+def test_a_hostile_shape_in_an_unsupported_field_is_refused_like_any_other() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(400):
+        deep = {"a": deep}
+    for value in (deep, [deep], {"type": ["disabled"]}, {"x": "disabled"}, False, 0, 1e300, {"k" * 5000: 1}):
+        with pytest.raises(ApiError) as refused:
+            parse(thinking=value)
+        assert len(refused.value.message) < 300
+
+
+def test_cache_control_marks_parts_of_the_conversation_we_build() -> None:
+    marked = [text("a"), text("b", cache_control=EPHEMERAL), text("c")]
+    ask = parse(
+        system=[text("s", cache_control=HOUR)],
+        messages=[
+            {"role": "user", "content": marked},
+            {"role": "assistant", "content": "d"},
+            {"role": "user", "content": [text("e", cache_control={**EPHEMERAL, "ttl": "5m"})]},
+        ],
+    )
+    assert ask.breakpoints == (Breakpoint(0, 0, 3600.0), Breakpoint(1, 1, 300.0), Breakpoint(3, 0, 300.0))
+    for mark, words in zip(ask.breakpoints, "sbe", strict=True):
+        assert chat_of(ask).messages[mark.message].parts[mark.part].text == words
+    without = parse(messages=[{"role": "user", "content": marked}])
+    assert without.breakpoints == (Breakpoint(0, 1, 300.0),)  # no system message: one less
+
+
+def test_cache_control_of_the_whole_request_marks_its_last_block() -> None:
+    assert parse(cache_control=HOUR, system="s").breakpoints == (Breakpoint(1, 0, 3600.0),)
+    marked = [{"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}]
+    assert parse(cache_control=HOUR, messages=marked).breakpoints == (Breakpoint(0, 1, 300.0),)  # the block's own wins
+    assert parse(cache_control=HOUR, messages=[{"role": "user", "content": []}]).breakpoints == ()
+
+
+def test_at_most_four_breakpoints() -> None:
+    blocks = [text("a", cache_control=EPHEMERAL)] * 4
+    assert len(parse(messages=[{"role": "user", "content": blocks}]).breakpoints) == 4
+    with pytest.raises(InvalidRequest, match="cache_control appears 5 times"):
+        parse(messages=[{"role": "user", "content": blocks}], system=[text("s", cache_control=EPHEMERAL)])
+
+
+def test_counting_takes_the_same_conversation() -> None:
+    data = json.dumps({"model": "m", "messages": HELLO, "system": [text("s")]})
+    chat, _ = conversation(msgspec.json.decode(data, type=CountTokensRequest))
+    assert chat == chat_of(parse(system=[text("s")]))
+
+
+# Out
+
+
+@dataclass
+class FakeWork:
+    """What a codec reads of a Work."""
+
+    ask: Ask
+    steps: Sequence[Sequence[Delta]] = ()
+    num_prompt: int = 100
+    num_cached: int = 0
+    pinned_tokens: int = 0
+    cache: CacheExplanation | None = None
+    error: Exception | None = None
+    request_id: str = "req_1"
+    model: str = "tiny"
+    num_done: int = field(default=0, init=False)
+    has_started: bool = field(default=False, init=False)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt, self.num_done, self.num_cached)
+
+    async def wait_start(self) -> None:
+        self.has_started = True
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        assert self.has_started
+        for step in self.steps:
+            self.num_done += sum(len(delta.token_ids) for delta in step)
+            yield [(0, delta) for delta in step]
+        if self.error is not None:
+            raise self.error
+
+
+def delta(words: str, *, finish: FinishReason | None = None, stop: str | None = None) -> Delta:
+    return Delta(0, words, (1,), (), finish, stop)
+
+
+def reply(*steps: Sequence[Delta], max_tokens: int = 8, hour_tokens: int = 0, **more: Any) -> Reply:
+    wants_cache = bool(more.pop("wants_cache", False))
+    work = FakeWork(parse(max_tokens=max_tokens, cache=wants_cache), steps, **more)
+    return Reply(cast(Work, work), max_tokens, hour_tokens)
+
+
+def stream(made: Reply) -> bytes:
+    async def collect() -> bytes:
+        return b"".join([chunk async for chunk in made.events()])
+
+    return asyncio.run(collect())
+
+
+def events_in(data: bytes) -> list[dict[str, Any]]:
+    """Each checked by the SDK's own types, strictly, and its name against its type."""
+    found: list[dict[str, Any]] = []
+    for chunk in data.decode().split("\n\n")[:-1]:
+        name, _, payload = chunk.partition("\n")
+        news = json.loads(payload.removeprefix("data: "))
+        assert name == f"event: {news['type']}"
+        TypeAdapter(RawMessageStreamEvent).validate_python(news)
+        found.append(news)
+    return found
+
+
+def sdk(status: int, data: bytes, kind: str = "application/json") -> anthropic.Anthropic:
+    """The official client, with our bytes for an answer."""
+    seen: list[Any] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request)
+        return httpx2.Response(status, content=data, headers={"content-type": kind, "request-id": "req_1"})
+
+    transport = httpx2.MockTransport(answer)
+    return anthropic.Anthropic(
+        api_key="k", base_url="http://127.0.0.1", max_retries=0, http_client=httpx2.Client(transport=transport)
+    )
+
+
+def read_by_sdk(data: bytes) -> SdkMessage:
+    with (
+        sdk(200, data, "text/event-stream") as client,
+        client.messages.stream(model="tiny", max_tokens=8, messages=[{"role": "user", "content": "x"}]) as events,
+    ):
+        return events.get_final_message()
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+ORDER = ["message_start", "content_block_start", "content_block_delta", "content_block_stop"]
+
+
+def test_events_come_in_the_order_the_sdk_enforces() -> None:
+    made = reply([delta("Hel"), delta("lo")], [delta("")], [delta(" you", finish=STOP)])
+    data = stream(made)
+    kinds = [news["type"] for news in events_in(data)]
+    assert kinds == [*ORDER[:3], *ORDER[2:], "message_delta", "message_stop"]  # no event for a step without text
+    message = read_by_sdk(data)
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello you"}]
+    assert (message.id, message.model, message.role, message.type) == ("msg_req_1", "tiny", "assistant", "message")
+    assert (message.stop_reason, message.stop_sequence, message.usage.output_tokens) == ("end_turn", None, 4)
+
+
+def test_message_start_has_the_cache_and_nothing_else_yet() -> None:
+    start = events_in(stream(reply([delta("x", finish=STOP)], num_cached=64, pinned_tokens=96)))[0]["message"]
+    assert (start["content"], start["stop_reason"], start["stop_sequence"]) == ([], None, None)
+    assert start["usage"] == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 32,
+        "cache_read_input_tokens": 64,
+        "cache_creation": {"ephemeral_5m_input_tokens": 32, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": 0,
+        "service_tier": "standard",
+    }
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "count", "expected"),
+    [
+        (STOP, None, 2, ("end_turn", None)),
+        (STOP, "END", 2, ("stop_sequence", "END")),
+        (LENGTH, None, 8, ("max_tokens", None)),
+        (LENGTH, None, 7, ("model_context_window_exceeded", None)),
+    ],
+)
+def test_stop_reasons(finish: FinishReason, stop: str | None, count: int, expected: tuple[str, str | None]) -> None:
+    steps = [*([delta("x")] for _ in range(count - 1)), [delta("x", finish=finish, stop=stop)]]
+    streamed = read_by_sdk(stream(reply(*steps)))
+    assert (streamed.stop_reason, streamed.stop_sequence) == expected
+    whole = reply(*steps)
+    stream(whole)  # counts the tokens
+    answer = SdkMessage.model_validate(msgspec.to_builtins(whole.answer("x" * count, finish, stop)))
+    assert (answer.stop_reason, answer.stop_sequence) == expected
+    assert answer.model_dump(exclude_none=True) == streamed.model_dump(exclude_none=True)
+
+
+def test_an_answer_without_text_has_its_block() -> None:
+    data = stream(reply([delta("", finish=STOP)]))
+    assert [news["type"] for news in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
+    assert [block.to_dict() for block in read_by_sdk(data).content] == [text("")]
+    whole = msgspec.to_builtins(reply().answer("", STOP, None))
+    assert whole["content"] == [text("")]
+
+
+def test_max_tokens_0_fills_the_cache_and_says_nothing() -> None:
+    assert parse(max_tokens=0).params.max_tokens == 1
+    made = reply([delta("x", finish=LENGTH)], max_tokens=0, pinned_tokens=96)
+    data = stream(made)
+    assert [news["type"] for news in events_in(data)] == ["message_start", "message_delta", "message_stop"]
+    message = read_by_sdk(data)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+    assert message.usage.cache_creation_input_tokens == 96
+    whole = SdkMessage.model_validate(msgspec.to_builtins(made.answer("x", LENGTH, None)))
+    assert whole.model_dump(exclude_none=True) == message.model_dump(exclude_none=True)
+
+
+def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt() -> None:
+    for cached in range(0, 100, 9):
+        for pinned in range(0, 101, 10):
+            for hour in range(0, pinned + 1, 10):
+                usage = reply(num_cached=cached, pinned_tokens=pinned, hour_tokens=hour).usage()
+                created = usage.cache_creation_input_tokens
+                assert usage.input_tokens + created + usage.cache_read_input_tokens == 100
+                assert usage.cache_read_input_tokens == cached
+                assert created == max(0, pinned - cached)
+                split = usage.cache_creation
+                assert split.ephemeral_1h_input_tokens == max(0, hour - cached)
+                assert split.ephemeral_5m_input_tokens + split.ephemeral_1h_input_tokens == created
+                assert min(usage.input_tokens, split.ephemeral_5m_input_tokens) >= 0
+
+
+def test_message_delta_repeats_the_bill() -> None:
+    made = reply([delta("x")], [delta("y", finish=STOP)], num_cached=32, pinned_tokens=64)
+    last = events_in(stream(made))[-2]
+    assert last["usage"] == {
+        "input_tokens": 36,
+        "cache_creation_input_tokens": 32,
+        "cache_read_input_tokens": 32,
+        "output_tokens": 2,
+    }
+    assert "cache" not in last
+
+
+def test_the_cache_is_explained_to_those_who_ask() -> None:
+    found = CacheExplanation(40, 1, 40, StopReason.DIVERGED)
+    made = reply([delta("x", finish=STOP)], wants_cache=True, cache=found, num_cached=40)
+    data = stream(made)
+    assert (
+        events_in(data)[-2]["cache"].items() >= {"matched_tokens": 40, "stopped_at": 40, "reason": "diverged"}.items()
+    )
+    assert read_by_sdk(data).stop_reason == "end_turn"
+    whole = msgspec.to_builtins(made.answer("x", STOP, None))
+    assert whole["cache"] == events_in(data)[-2]["cache"]
+    assert whole["cache"]["prompt_tokens"] == 100
+    silent = msgspec.to_builtins(reply(cache=found).answer("x", STOP, None))
+    assert "cache" not in silent
+
+
+def test_text_that_could_break_a_frame_does_not() -> None:
+    words = 'a\n\nevent: error\ndata: {}\n\n\r\u2028\x85\x00"\\ \U0001f600'
+    message = read_by_sdk(stream(reply([delta(words, finish=STOP)])))
+    assert [block.to_dict() for block in message.content] == [text(words)]
+
+
+def test_a_failure_in_mid_stream_comes_out_of_the_events() -> None:
+    with pytest.raises(RequestFailed, match="boom"):
+        stream(reply([delta("x")], error=RequestFailed("boom")))
+    with pytest.raises(QuireError, match="cut off"):
+        stream(reply([delta("x")]))  # it ends without a reason
+
+
+# Errors
+
+EXPECTED: dict[Kind, tuple[int, str, type[anthropic.APIStatusError]]] = {
+    Kind.INVALID: (400, "invalid_request_error", anthropic.BadRequestError),
+    Kind.TOO_LONG: (400, "invalid_request_error", anthropic.BadRequestError),
+    Kind.AUTHENTICATION: (401, "authentication_error", anthropic.AuthenticationError),
+    Kind.PERMISSION: (403, "permission_error", anthropic.PermissionDeniedError),
+    Kind.NOT_FOUND: (404, "not_found_error", anthropic.NotFoundError),
+    Kind.NO_MODEL: (404, "not_found_error", anthropic.NotFoundError),
+    Kind.METHOD: (405, "invalid_request_error", anthropic.APIStatusError),
+    Kind.TIMEOUT: (408, "timeout_error", anthropic.APIStatusError),
+    Kind.TOO_LARGE: (413, "request_too_large", anthropic.APIStatusError),
+    Kind.RATE_LIMITED: (429, "rate_limit_error", anthropic.RateLimitError),
+    Kind.OVERLOADED: (529, "overloaded_error", anthropic.InternalServerError),
+    Kind.UNAVAILABLE: (503, "overloaded_error", anthropic.InternalServerError),
+    Kind.FAILED: (500, "api_error", anthropic.InternalServerError),
+    Kind.DIED: (500, "api_error", anthropic.InternalServerError),
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_sdk_raises_the_right_error(kind: Kind) -> None:
+    status, name, raised = EXPECTED[kind]
+    error = ApiError(kind, "it is so")
+    body = ANTHROPIC.body(error, "req_1")
+    assert ANTHROPIC.status(error) == status
+    with sdk(status, body) as client, pytest.raises(raised) as caught:
+        client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+    assert (caught.value.type, caught.value.request_id) == (name, "req_1")
+    assert json.loads(body)["type"] == "error"
+    assert json.loads(body)["request_id"] == "req_1"
+    assert "it is so" in json.loads(body)["error"]["message"]
+
+
+def test_an_error_event_raises_in_the_sdk() -> None:
+    started = stream(reply([delta("x", finish=STOP)])).partition(b"event: content_block_stop")[0]
+    data = started + ANTHROPIC.event(ApiError(Kind.DIED, "the worker\n\ndied"), "req_1")
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        read_by_sdk(data)
+    assert (caught.value.type, caught.value.api_message) == ("api_error", "the worker\n\ndied")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ApiError(Kind.INVALID, "Expected `int`", param="max_tokens"), "max_tokens: Expected `int`"),
+        (ApiError(Kind.INVALID, "max_tokens = -1 is wrong", param="max_tokens"), "max_tokens = -1 is wrong"),
+        (ApiError(Kind.INVALID, "no body"), "no body"),
+        (ApiError(Kind.TOO_LONG, "9 tokens are more than 8"), "prompt is too long: 9 tokens are more than 8"),
+        (ApiError(Kind.INVALID, "a lone \ud800 surrogate"), "a lone ? surrogate"),
+    ],
+)
+def test_the_message_names_the_field(error: ApiError, message: str) -> None:
+    assert json.loads(ANTHROPIC.body(error, "r"))["error"]["message"] == message
+
+
+# The cache endpoints
+
+
+def cache_ask(body: dict[str, Any]) -> Ask:
+    return cache.to_ask(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
+
+
+def test_a_prompt_to_explain_is_a_conversation_text_or_tokens() -> None:
+    assert texts(cache_ask({"messages": HELLO})) == [("user", ["Hello"])]
+    assert cache_ask({"prompt": "Hello"}).prompts == ("Hello",)
+    asked = cache_ask({"prompt": [1, 2], "cache_salt": "s", "model": "m"})
+    assert (asked.prompts, asked.cache_salt, asked.model) == (((1, 2),), "s", "m")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "prompt is missing"),
+        ({"prompt": None, "messages": None}, "prompt is missing"),
+        ({"prompt": "x", "messages": HELLO}, "exclude each other"),
+        ({"messages": []}, "messages has 0 entries"),
+        ({"prompt": "x", "cache_salt": "\n"}, "cache_salt = "),
+    ],
+)
+def test_what_is_no_prompt_is_refused(body: dict[str, Any], words: str) -> None:
+    with pytest.raises((InvalidRequest, ApiError), match=words):
+        cache_ask(body)
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": 5}, {"prompt": ["x"]}, {"prompt": [1.5]}, {"messages": "x"}, {"prompt": {}}]
+)
+def test_wrong_types_of_prompt(body: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        cache_ask(body)
+
+
+def test_the_stats_are_all_there() -> None:
+    ours = set(cache.CacheStatsView.__struct_fields__)
+    more = {"model", "block_size", "hit_rate", "num_running", "num_waiting"}
+    assert ours == {one.name for one in fields(CacheStats)} | more
+
+
+def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
+    kinds: list[Callable[..., Any]] = [
+        MessagesRequest, CountTokensRequest, cache.ExplainRequest, cache.PinRequest, cache.CacheStatsView,
+    ]  # fmt: skip
+    _, components = msgspec.json.schema_components(kinds)
+    assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]
+    assert "tool calling" in components["MessagesRequest"]["properties"]["tools"]["description"]

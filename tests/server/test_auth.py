@@ -1,0 +1,86 @@
+"""Keys: from flags and files, found in constant time, refused clearly and without showing them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.core.request import Priority
+from quire.errors import InvalidRequest
+from quire.server.auth import LOCAL, KeyRing, make_keyring, presented
+
+FILE = """
+keys:
+  - {key: sk-alice-0001, name: alice, tier: high, max_requests: 8}
+  - {key: sk-batch-0001, name: batch, tier: low, requests_per_minute: 60, tokens_per_minute: 10000}
+  - {key: sk-admin-0001, name: root, admin: true}
+"""
+
+
+def test_without_keys_everyone_is_local() -> None:
+    assert KeyRing().find(None) is LOCAL
+    assert not KeyRing()
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FILE)
+    ring = make_keyring(["sk-plain-0001"], ["sk-admin-0002"], path)
+    assert len(ring) == 5
+    alice, batch = ring.find("sk-alice-0001"), ring.find("sk-batch-0001")
+    assert alice is not None
+    assert batch is not None
+    assert (alice.name, alice.tier, alice.limits.max_requests, alice.is_admin) == ("alice", Priority.HIGH, 8, False)
+    assert (batch.tier, batch.limits.tokens_per_minute) == (Priority.LOW, 10000)
+    assert alice.namespace != batch.namespace
+    plain, admin = ring.find("sk-plain-0001"), ring.find("sk-admin-0002")
+    assert plain is not None
+    assert admin is not None
+    assert (plain.tier, plain.is_admin, admin.is_admin) == (Priority.NORMAL, False, True)
+    for wrong in (None, "", "sk-alice-000", "sk-alice-00011", "SK-ALICE-0001", "sk-\xe9"):
+        assert ring.find(wrong) is None
+
+
+def test_a_shared_cache_has_one_namespace(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FILE)
+    ring = make_keyring([], [], path, is_shared=True)
+    found = [ring.find(key) for key in ("sk-alice-0001", "sk-batch-0001")]
+    assert [key.namespace for key in found if key is not None] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys: [{key: sk-secret-1, name: a, tier: urgent}]", "tier = 'urgent' is not one of high, normal, low"),
+        ("keys: [{key: sk-secret-1}]", "missing required field `name`"),
+        ("keys: [{key: sk-secret-1, name: a, teir: low}]", "unknown field `teir`"),
+        ("keys: [{key: sk-secret-1, name: a}, {key: sk-secret-2, name: a}]", "'a' is used twice"),
+        ("keys: [{key: sk-secret-1, name: a}, {key: sk-secret-1, name: b}]", "same key"),
+        ("keys: [{key: secret, name: a}]", "the key of 'a' is not 8 to 512"),
+        ("keys: [{key: sk-secret-1, name: a, max_requests: 0}]", "max_requests = 0 is less than 1"),
+        ("keys: [{key: sk-secret-1", "is not YAML"),
+        ("[1]", "Expected `object`"),
+    ],
+)
+def test_a_bad_file_is_refused_and_no_key_is_shown(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest) as refused:
+        make_keyring([], [], path)
+    assert message in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="nowhere"):
+        make_keyring([], [], tmp_path / "nowhere.yaml")
+
+
+def test_the_key_of_a_request() -> None:
+    assert presented([(b"authorization", b"Bearer abc")]) == "abc"
+    assert presented([(b"authorization", b"bearer  abc ")]) == "abc"
+    assert presented([(b"x-api-key", b"abc")]) == "abc"
+    assert presented([(b"authorization", b"Basic abc")]) is None
+    assert presented([]) is None

@@ -1,0 +1,120 @@
+"""Bounds on the queue and on keys: pure arithmetic on a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.request import Priority
+from quire.server.auth import Key, Limits
+from quire.server.errors import ApiError, Kind
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
+    door = Door(4, 100, Clock())
+    first = door.enter(3, 50)
+    with pytest.raises(ApiError, match="3 requests wait already; 2 more exceed 4") as refused:
+        door.enter(2, 1)
+    assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
+    with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
+        door.enter(1, 51)
+    assert refused.value.reason == "queue_tokens"
+    assert (door.num_requests, door.num_tokens) == (3, 50)  # a refusal counts nothing
+    first.start()
+    first.start()
+    first.leave()
+    assert (door.num_requests, door.num_tokens) == (0, 0)
+
+
+def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
+    door = Door(4, 100, Clock())
+    big = door.enter(32, 5000)
+    with pytest.raises(ApiError):
+        door.check()
+    big.leave()
+    door.check()
+
+
+def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
+    clock = Clock()
+    door = Door(1000, 10**9, clock)
+    assert door.retry_after_s() == 30.0  # nothing is known yet
+    for _ in range(10):  # two a second
+        clock.now_s += 0.5
+        door.enter(1, 1).start()
+    waiting = [door.enter(1, 1) for _ in range(40)]
+    assert door.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
+    for ticket in waiting:
+        ticket.leave()
+    assert door.retry_after_s() == 1.0
+    for _ in range(900):
+        door.enter(1, 1)
+    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def test_requests_a_minute() -> None:
+    clock = Clock()
+    quota = Quota(Limits(requests_per_minute=2), clock)
+    quota.enter(5)
+    quota.enter(5)
+    with pytest.raises(ApiError, match="requests_per_minute = 2") as refused:
+        quota.enter(5)
+    assert (refused.value.kind, refused.value.retry_after_s) == (Kind.RATE_LIMITED, 30)
+    clock.now_s += 30
+    quota.enter(5)
+
+
+def test_tokens_a_minute_include_answers_and_may_be_overdrawn_once() -> None:
+    clock = Clock()
+    quota = Quota(Limits(tokens_per_minute=600), clock)
+    quota.enter(100)
+    quota.use(1100)  # the answer was long
+    with pytest.raises(ApiError, match="tokens_per_minute = 600") as refused:
+        quota.enter(1)
+    assert refused.value.retry_after_s == 61  # 600 overdrawn, and one more, at ten a second
+    clock.now_s += 61
+    quota.enter(1)
+    clock.now_s += 1000
+    quota.enter(6000)  # more than a minute's worth passes when the bucket is full
+
+
+def test_open_requests_at_once() -> None:
+    quota = Quota(Limits(max_requests=1), Clock())
+    quota.enter(1)
+    with pytest.raises(ApiError, match="max_requests = 1"):
+        quota.enter(1)
+    quota.leave()
+    quota.enter(1)
+
+
+def test_each_key_has_its_own() -> None:
+    quotas = Quotas(Clock())
+    one, other = Key("one", limits=Limits(max_requests=1)), Key("other", limits=Limits(max_requests=1))
+    quotas.of(one).enter(1)
+    quotas.of(other).enter(1)
+    with pytest.raises(ApiError):
+        quotas.of(one).enter(1)
+
+
+@pytest.mark.parametrize(
+    ("tier", "wish", "expected"),
+    [
+        (Priority.NORMAL, None, Priority.NORMAL),
+        (Priority.NORMAL, Priority.HIGH, Priority.NORMAL),  # may only be lowered
+        (Priority.NORMAL, Priority.LOW, Priority.LOW),
+        (Priority.HIGH, Priority.HIGH, Priority.HIGH),
+        (Priority.LOW, Priority.HIGH, Priority.LOW),
+    ],
+)
+def test_a_request_may_only_lower_the_tier_of_its_key(
+    tier: Priority, wish: Priority | None, expected: Priority
+) -> None:
+    assert Key("k", tier, tier).priority(wish) is expected

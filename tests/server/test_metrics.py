@@ -1,0 +1,309 @@
+"""What Prometheus would read, read back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.backends.base import Capacity, RunnerFacts
+from quire.core.kv_cache import CacheStats
+from quire.core.request import FinishReason, Priority
+from quire.engine.engine import EngineOutput
+from quire.engine.wire import Ready, Stats, Stepped, TierStats
+from quire.errors import InvalidRequest
+from quire.server.errors import ApiError, Kind
+from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Metrics
+from quire.server.records import RequestRecord
+
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
+READY = Ready(
+    capacity=Capacity(num_blocks=65, block_size=32, max_seqs=8, max_context=2048, vocab_size=100),
+    max_context=1024,
+    facts=RunnerFacts("torch 2", "cpu", "float32", 2),
+    timings_s={},
+)
+CACHE = CacheStats(
+    num_blocks=64,
+    num_free=40,
+    num_cached=30,
+    num_in_use=24,
+    num_shared=5,
+    num_evictions=7,
+    num_pins=1,
+    num_pinned=3,
+    num_queried_tokens=1000,
+    num_hit_tokens=600,
+    num_recovered_tokens=0,
+    num_partial_hits=0,
+    num_adoptions=0,
+    num_twins=0,
+    num_collisions=0,
+)
+STATS = Stats(
+    query_id=1,
+    cache=CACHE,
+    num_running=4,
+    num_waiting=3,
+    tiers=(TierStats(0, 0, 0.0), TierStats(2, 500, 1.5), TierStats(1, 900, 30.0)),
+    num_preemptions=2,
+    num_steps=50,
+    num_violations=0,
+)
+RECORD = RequestRecord(
+    request_id="req_1",
+    endpoint="/v1/chat/completions",
+    model="m",
+    key_name="alice",
+    priority=Priority.NORMAL,
+    is_streaming=True,
+    num_prompts=1,
+    n=1,
+    max_tokens=64,
+    prompt_tokens=120,
+    cached_tokens=96,
+    completion_tokens=21,
+    cache_reason="diverged",
+    queued_s=0.5,
+    ttft_s=0.7,
+    prefill_s=0.2,
+    decode_s=2.0,
+    e2e_s=2.75,
+    finish="stop",
+)
+
+
+def text(metrics: Metrics, stats: Stats | None = STATS, *, num_restarts: int = 0, is_moving: bool = True) -> str:
+    body, kind = metrics.render(stats, num_restarts=num_restarts, is_moving=is_moving, facts=READY)
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    return body.decode()
+
+
+def families(exposition: str) -> dict[str, Metric]:
+    found = list(text_string_to_metric_families(exposition))
+    assert len({family.name for family in found}) == len(found)
+    return {family.name: family for family in found}
+
+
+def value(exposition: str, name: str, **labels: str) -> float:
+    wanted = {"model_name": "m", "engine": "0", **labels}
+    (found,) = [
+        sample.value
+        for family in families(exposition).values()
+        for sample in family.samples
+        if sample.name == name and sample.labels == wanted
+    ]
+    return found
+
+
+def output(num_tokens: int) -> EngineOutput:
+    return EngineOutput(1, tuple(range(num_tokens)), FinishReason.STOP, 0, None, (), None, None)
+
+
+def test_gauges_say_what_the_worker_said() -> None:
+    found = text(Metrics("m"))
+    assert value(found, "quire:num_requests_running") == 4
+    assert value(found, "quire:num_requests_waiting") == 3
+    assert value(found, "quire:kv_cache_usage_perc") == 24 / 64
+    states = {
+        state: value(found, "quire:kv_blocks", state=state)
+        for state in ("free", "cached", "in_use", "shared", "pinned")
+    }
+    assert states == {"free": 10, "cached": 30, "in_use": 24, "shared": 5, "pinned": 3}
+    assert states["free"] + states["cached"] + states["in_use"] == CACHE.num_blocks
+    assert value(found, "quire:queue_age_seconds", tier="low") == 30.0
+    assert value(found, "quire:queue_requests", tier="normal") == 2
+    assert value(found, "quire:queue_tokens", tier="normal") == 500
+    assert value(found, "quire:engine_moving") == 1
+    labels = families(found)["quire:cache_config_info"].samples[0].labels
+    assert (labels["block_size"], labels["num_gpu_blocks"], labels["max_model_len"]) == ("32", "64", "1024")
+
+
+def test_a_silent_worker_leaves_the_last_known_figures() -> None:
+    metrics = Metrics("m")
+    text(metrics)
+    found = text(metrics, None, is_moving=False)
+    assert value(found, "quire:num_requests_running") == 4
+    assert value(found, "quire:engine_moving") == 0
+
+
+def test_before_there_is_a_worker() -> None:
+    body, _ = Metrics("m").render(None, num_restarts=0, is_moving=False, facts=None)
+    found = body.decode()
+    assert value(found, "quire:num_requests_running") == 0
+    assert value(found, "quire:engine_moving") == 0
+    assert value(found, "quire:generation_tokens_total") == 0
+
+
+def test_steps_and_tokens() -> None:
+    metrics = Metrics("m")
+    metrics.stepped(Stepped((output(1), output(1)), num_tokens=130, took_s=0.03))
+    metrics.stepped(Stepped((output(2),), num_tokens=1, took_s=0.01))
+    metrics.stepped(Stepped(()))  # a sign of life
+    metrics.tokens(0.5, 1)
+    metrics.tokens(0.3, 3)  # as three of 0.1 s
+    metrics.tokens(0.3, 0)
+    found = text(metrics)
+    assert value(found, "quire:generation_tokens_total") == 4
+    assert value(found, "quire:iteration_tokens_total_count") == 2
+    assert value(found, "quire:iteration_tokens_total_sum") == 131
+    assert value(found, "quire:iteration_tokens_total_bucket", le="1.0") == 1
+    assert value(found, "quire:step_seconds_sum") == pytest.approx(0.04)
+    assert value(found, "quire:inter_token_latency_seconds_count") == 4
+    assert value(found, "quire:inter_token_latency_seconds_sum") == pytest.approx(0.8)
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="0.15") == 3
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="0.5") == 4
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="+Inf") == 4
+
+
+def test_a_value_on_a_bound_is_below_it_and_one_beyond_all_is_counted() -> None:
+    metrics = Metrics("m")
+    metrics.tokens(0.01, 1)
+    metrics.tokens(1e6, 1)
+    found = text(metrics)
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="0.0075") == 0
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="0.01") == 1
+    assert value(found, "quire:inter_token_latency_seconds_bucket", le="80.0") == 1
+    assert value(found, "quire:inter_token_latency_seconds_count") == 2
+
+
+def test_a_request_from_beginning_to_end() -> None:
+    metrics = Metrics("m")
+    metrics.started(Priority.LOW, 0.5)
+    metrics.finished(RECORD)
+    found = text(metrics)
+    assert value(found, "quire:request_queue_time_seconds_sum") == 0.5
+    assert value(found, "quire:queue_wait_seconds_count", tier="low") == 1
+    assert value(found, "quire:queue_wait_seconds_count", tier="high") == 0
+    assert value(found, "quire:prompt_tokens_total") == 120
+    assert value(found, "quire:prompt_tokens_cached_total") == 96
+    assert value(found, "quire:request_success_total", finished_reason="stop") == 1
+    sums = {
+        "time_to_first_token_seconds": 0.7,
+        "e2e_request_latency_seconds": 2.75,
+        "request_prefill_time_seconds": 0.2,
+        "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.2,
+        "request_time_per_output_token_seconds": 0.1,
+        "request_prompt_tokens": 120,
+        "request_generation_tokens": 21,
+        "request_params_n": 1,
+        "request_params_max_tokens": 64,
+    }
+    for name, total in sums.items():
+        assert value(found, f"quire:{name}_sum") == pytest.approx(total), name
+        assert value(found, f"quire:{name}_count") == 1, name
+
+
+def test_answers_side_by_side_do_not_make_tokens_look_faster() -> None:
+    metrics = Metrics("m")
+    metrics.finished(replace(RECORD, n=4, completion_tokens=84))
+    assert value(text(metrics), "quire:request_time_per_output_token_seconds_sum") == pytest.approx(0.1)
+
+
+def test_a_request_that_never_began() -> None:
+    metrics = Metrics("m")
+    never = replace(
+        RECORD, queued_s=None, ttft_s=None, prefill_s=None, decode_s=None, completion_tokens=0, max_tokens=None
+    )
+    metrics.finished(replace(never, finish="cancelled"))
+    found = text(metrics)
+    assert value(found, "quire:request_success_total", finished_reason="abort") == 1
+    assert value(found, "quire:time_to_first_token_seconds_count") == 0
+    assert value(found, "quire:request_inference_time_seconds_count") == 0
+    assert value(found, "quire:request_params_max_tokens_count") == 0
+
+
+def test_no_request_can_make_a_new_series() -> None:
+    metrics = Metrics("m")
+    before = len(re.findall(r"^[^#]", text(metrics), re.MULTILINE))
+    for number in range(100):
+        metrics.rejected(f"invented {number}")
+        metrics.finished(replace(RECORD, finish=f"invented {number}", model=f"invented {number}"))
+    found = text(metrics)
+    assert len(re.findall(r"^[^#]", found, re.MULTILINE)) == before
+    assert "invented" not in found
+    assert value(found, "quire:requests_rejected_total", reason="other") == 100
+    assert value(found, "quire:request_success_total", finished_reason="other") == 100
+
+
+def test_every_kind_of_error_is_a_reason() -> None:
+    metrics = Metrics("m")
+    for kind in Kind:
+        metrics.rejected(ApiError(kind, "text").reason)
+    found = text(metrics)
+    assert value(found, "quire:requests_rejected_total", reason="other") == 0
+    assert all(value(found, "quire:requests_rejected_total", reason=kind.name.lower()) == 1 for kind in Kind)
+
+
+def test_every_reason_the_server_names_is_known() -> None:
+    sources = (Path(__file__).parents[2] / "quire/server").rglob("*.py")
+    named = {reason for path in sources for reason in re.findall(r'\breason="(\w+)"', path.read_text())}
+    assert "queue_timeout" in named
+    assert named <= REASONS
+
+
+def test_counts_survive_the_worker() -> None:
+    metrics = Metrics("m")
+
+    def preemptions(num: int, num_restarts: int, num_steps: int) -> float:
+        stats = msgspec.structs.replace(STATS, num_preemptions=num, num_steps=num_steps)
+        return value(text(metrics, stats, num_restarts=num_restarts), "quire:num_preemptions_total")
+
+    assert preemptions(2, 0, 50) == 2
+    assert preemptions(5, 0, 60) == 5
+    assert value(text(metrics, None, num_restarts=1), "quire:num_preemptions_total") == 5
+    assert preemptions(0, 1, 3) == 5
+    assert preemptions(4, 1, 70) == 9
+    assert preemptions(6, 2, 90) == 15  # a third worker that has done more than the second
+    assert preemptions(1, 2, 10) == 16  # fewer steps: another one, whatever the number of restarts says
+    found = text(metrics, None, num_restarts=3)
+    assert value(found, "quire:worker_restarts_total") == 3
+    assert value(found, "quire:kv_evictions_total") == 7 * 4
+
+
+def test_the_mirror_says_the_same_under_the_other_names() -> None:
+    metrics = Metrics("m", compat="vllm")
+    metrics.finished(RECORD)
+    metrics.tokens(0.02, 1)
+    found = families(text(metrics))
+    theirs = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    assert theirs == VLLM
+    for name in theirs:
+        ours, mirrored = found[f"quire:{name}"], found[f"vllm:{name}"]
+        assert mirrored.type == ours.type
+        assert [(one.name.removeprefix("vllm:"), one.labels, one.value) for one in mirrored.samples] == [
+            (one.name.removeprefix("quire:"), one.labels, one.value) for one in ours.samples
+        ]
+    assert "vllm:" not in text(Metrics("m"))
+
+
+def test_an_unknown_mirror_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="metrics_compat = 'sglang'"):
+        Metrics("m", compat="sglang")
+
+
+def test_vllm_names_are_ours_too() -> None:
+    assert {*GAUGES, *COUNTERS, *HISTOGRAMS} >= VLLM
+
+
+@pytest.mark.parametrize("name", ['a"b\\c\nd', "\ud800", "模型", ""])
+def test_a_model_may_have_any_name(name: str) -> None:
+    found = families(text(Metrics(name)))
+    labels = found["quire:num_requests_running"].samples[0].labels
+    assert labels["model_name"] == name.encode("utf-8", "backslashreplace").decode()
+
+
+def test_the_page_and_the_output_name_the_same() -> None:
+    exposed = set(re.findall(r"^# TYPE (\S+) ", text(Metrics("m", compat="vllm")), re.MULTILINE))
+    ours = {name for name in exposed if name.startswith("quire:")}
+    page = PAGE.read_text()
+    named = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"quire:[a-z0-9_]+", page)}
+    assert named == ours
+    marked = {name.removeprefix("quire:") for name in re.findall(r"`(quire:\w+)` †", page)}
+    assert marked == {name.removeprefix("vllm:") for name in exposed if name.startswith("vllm:")}

@@ -1,0 +1,825 @@
+"""OpenAI's protocol without a socket: bodies in, events out. The SDK's own types are the judges."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from openai.types import Completion as SdkCompletion
+from openai.types.chat import ChatCompletion as SdkChatCompletion
+from openai.types.chat import ChatCompletionChunk as SdkChunk
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+
+from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.request import FinishReason, Priority
+from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
+from quire.engine.params import GenerationParams
+from quire.errors import ContextTooLong, InvalidRequest
+from quire.server.ask import Ask, Breakpoint
+from quire.server.cache_view import view
+from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.openai import types
+from quire.server.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
+from quire.server.openai.completions import completion_stream, echoed, parse_completion, whole_completion
+from quire.server.openai.encoding import cache_view, events, fingerprint, head_of
+from quire.server.openai.errors import OPENAI
+from quire.server.openai.parsing import in_their_words
+from quire.server.openai.support import ACCEPTED, UNSUPPORTED
+from quire.server.work import Work
+from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_level_json
+
+USER = [{"role": "user", "content": "Hi"}]
+CHAT_FIELDS = frozenset(types.ChatCompletionRequest.__struct_fields__)
+COMPLETION_FIELDS = frozenset(types.CompletionRequest.__struct_fields__)
+
+
+def chat(**fields: Any) -> Ask:
+    body = json.dumps({"messages": USER, **fields})
+    return parse_chat(msgspec.json.decode(body, type=types.ChatCompletionRequest))
+
+
+def completion(**fields: Any) -> Ask:
+    body = json.dumps({"prompt": "Hi", **fields})
+    return parse_completion(msgspec.json.decode(body, type=types.CompletionRequest))
+
+
+def refusal(error: pytest.ExceptionInfo[Exception], fields: frozenset[str] = CHAT_FIELDS) -> tuple[str, str | None]:
+    """The message and the field an error of parsing names, as a client gets them."""
+    value = error.value
+    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
+    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return told.message, told.param
+
+
+# Bodies
+
+
+def test_every_field_of_the_sdk_is_known() -> None:
+    sdk = set(chat_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    assert sdk - CHAT_FIELDS == set()
+    assert (set(CompletionCreateParamsBase.__annotations__) | {"stream"}) - COMPLETION_FIELDS == set()
+
+
+def test_a_body_of_nulls_is_the_least_one() -> None:
+    nulls: dict[str, Any] = dict.fromkeys(CHAT_FIELDS - {"messages"})
+    assert chat(**nulls) == chat()
+    nulls = dict.fromkeys(COMPLETION_FIELDS - {"prompt"})
+    assert completion(**nulls) == completion()
+    assert chat().params == GenerationParams()
+    assert completion().params == GenerationParams(max_tokens=16)  # OpenAI's own default there
+
+
+PARAMS: list[tuple[str, Any, str, Any]] = [
+    ("temperature", 0, "temperature", 0.0),
+    ("temperature", 1.5, "temperature", 1.5),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_k", 40, "top_k", 40),
+    ("top_k", -1, "top_k", 0),
+    ("min_p", 0.05, "min_p", 0.05),
+    ("repetition_penalty", 1.1, "repetition_penalty", 1.1),
+    ("frequency_penalty", -2, "frequency_penalty", -2.0),
+    ("presence_penalty", 2, "presence_penalty", 2.0),
+    ("logit_bias", {"50256": -100, "7": 3}, "logit_bias", {50256: -100.0, 7: 3.0}),
+    ("seed", 7, "seed", 7),
+    ("n", 3, "n", 3),
+    ("max_tokens", 64, "max_tokens", 64),
+    ("min_tokens", 2, "min_tokens", 2),
+    ("stop", "END", "stops", ("END",)),
+    ("stop", ["a", "b"], "stops", ("a", "b")),
+    ("stop", [], "stops", ()),
+    ("stop_token_ids", [1, 2], "stop_token_ids", [1, 2]),
+    ("include_stop_str_in_output", True, "include_stop", True),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("skip_special_tokens", False, "skip_special", False),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "ours", "expected"), PARAMS)
+def test_sampling_fields(field: str, value: Any, ours: str, expected: Any) -> None:
+    assert getattr(chat(**{field: value}).params, ours) == expected
+    assert getattr(completion(**{field: value}).params, ours) == expected
+
+
+def test_chat_max_completion_tokens_goes_before_max_tokens() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=9).params.max_tokens == 9
+    assert completion(min_tokens=40).params.max_tokens == 40  # the default does not contradict what was asked
+
+
+def test_chat_logprobs() -> None:
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).params.logprobs == 5
+    assert chat(logprobs=False, top_logprobs=0).params.logprobs is None
+    assert completion(logprobs=3).params.logprobs == 3
+    assert completion(logprobs=3).params.prompt_logprobs is None
+    assert completion(logprobs=3, echo=True).params.prompt_logprobs == 3
+
+
+ASKS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"model": "m"}, "model", "m"),
+    ({"stream": True}, "is_streaming", True),
+    ({"cache": True}, "wants_cache", True),
+    ({"cache_salt": "team-1"}, "cache_salt", "team-1"),
+    ({"prompt_cache_key": "doc"}, "cache_key", "doc"),
+    ({"prompt_cache_key": "doc", "prompt_cache_options": {"mode": "explicit"}}, "cache_key", None),
+    ({}, "cache_ttl_s", 300.0),
+    ({"prompt_cache_retention": "in_memory"}, "cache_ttl_s", 300.0),
+    ({"prompt_cache_retention": "24h"}, "cache_ttl_s", 86_400.0),
+    ({"prompt_cache_options": {"ttl": "30m"}}, "cache_ttl_s", 1800.0),
+    ({"service_tier": "auto"}, "priority", None),
+    ({"service_tier": "default"}, "priority", None),
+    ({"service_tier": "flex"}, "priority", Priority.LOW),
+    ({"service_tier": "priority"}, "priority", Priority.HIGH),
+    ({"service_tier": "flex", "priority": "high"}, "priority", Priority.HIGH),
+    ({"priority": "low"}, "priority", Priority.LOW),
+    ({"priority": -3}, "priority", Priority.HIGH),
+    ({"priority": 0}, "priority", Priority.NORMAL),
+]
+
+
+@pytest.mark.parametrize(("fields", "ours", "expected"), ASKS)
+def test_what_is_asked_of_the_service(fields: dict[str, Any], ours: str, expected: Any) -> None:
+    assert getattr(chat(**fields), ours) == expected
+    assert getattr(completion(**fields), ours) == expected
+
+
+def test_a_conversation() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "kind."}]},
+        {"role": "user", "content": "Hi", "name": "Ada"},
+        # As the SDK dumps an earlier answer of its own.
+        {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "audio": None, "tool_calls": []},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}]},
+        {"role": "user", "content": ""},
+    ]
+    (found,) = chat(messages=messages).prompts
+    assert isinstance(found, ChatRequest)
+    assert list(found.messages) == [
+        Message(Role.SYSTEM, (Part("Be brief."),)),
+        Message(Role.SYSTEM, (Part("And "), Part("kind."))),
+        Message(Role.USER, (Part("Hi"),), "Ada"),
+        Message(Role.ASSISTANT, (Part("Hello"),)),
+        Message(Role.ASSISTANT, ()),
+        Message(Role.ASSISTANT, (Part("No."),)),
+        Message(Role.ASSISTANT, (Part("Never."),)),
+        Message(Role.USER, (Part(""),)),
+    ]
+    assert (found.add_generation_prompt, found.continue_last) == (True, False)
+
+
+def test_template_options() -> None:
+    answered = [*USER, {"role": "assistant", "content": "Well"}]
+    (found,) = chat(messages=answered, continue_final_message=True, chat_template_kwargs={"thinking": False}).prompts
+    assert isinstance(found, ChatRequest)
+    assert (found.add_generation_prompt, found.continue_last) == (False, True)
+    assert found.template_args == {"thinking": False}
+    (found,) = chat(add_generation_prompt=False).prompts
+    assert isinstance(found, ChatRequest)
+    assert not found.add_generation_prompt
+
+
+def test_breakpoints_of_the_conversation_are_pins_and_the_latest_four_count() -> None:
+    def marked(**mark: str) -> dict[str, Any]:
+        return {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit", **mark}}
+
+    plain = {"type": "text", "text": "y"}
+    messages = [{"role": "user", "content": [plain, marked()]}, {"role": "user", "content": [marked(ttl="12h")]}]
+    assert chat(messages=messages).breakpoints == (Breakpoint(0, 1, 300.0), Breakpoint(1, 0, 43_200.0))
+    many = chat(messages=[{"role": "user", "content": [marked()]}] * 9, prompt_cache_options={"ttl": "30m"})
+    assert many.breakpoints == tuple(Breakpoint(i, 0, 1800.0) for i in (5, 6, 7, 8))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", ("Hi",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2, 3], ((1, 2, 3),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+    ],
+)
+def test_prompts(prompt: Any, expected: tuple[Any, ...]) -> None:
+    assert completion(prompt=prompt).prompts == expected
+
+
+# Refusals
+
+
+ASKED = {  # something each unsupported field could be asked for
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"],
+    "documents": [{"text": "x"}],
+    "bad_words": ["x"],
+    "use_beam_search": True,
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
+    ask = chat if field in CHAT_FIELDS else completion
+    with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
+        ask(**{field: ASKED.get(field, "x")})
+    assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
+    body = json.loads(OPENAI.body(error.value, "r"))["error"]
+    assert (body["type"], body["param"], body["code"]) == ("invalid_request_error", field, "unsupported_parameter")
+    for value in (None, *UNSUPPORTED[field].harmless):
+        assert ask(**{field: value}) == ask()
+
+
+@pytest.mark.parametrize("field", ACCEPTED)
+def test_what_is_sent_by_habit_passes(field: str) -> None:
+    for value in ("x", True, {"a": "b"}, 7):
+        assert chat(**{field: value}) == chat()
+
+
+def test_stream_options_are_for_the_encoder() -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert chat(stream_options=options) == chat()
+
+
+BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
+    ({"top_k": -2}, "top_k = -2 is not", "top_k"),
+    ({"n": 0}, "n = 0 is not", "n"),
+    ({"n": 10**6}, "n = 1000000 is not", "n"),
+    ({"max_tokens": 0}, "max_tokens = 0 is not", "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens = 0 is not", "max_completion_tokens"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens = 9 is more than max_tokens = 3", "min_tokens"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs = 2 needs logprobs = true", "top_logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias['x'] is not a token id", "logit_bias['x']"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias['-1'] is not a token id", "logit_bias['-1']"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias['99999", None),
+    ({"logit_bias": {"٣": 1}}, "logit_bias['٣'] is not a token id", "logit_bias['٣']"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5] = 101.0 is not", "logit_bias[5]"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 entries", "logit_bias"),
+    ({"stop": ["x"] * 17}, "stop", "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0] = -1 is not", "stop_token_ids[0]"),
+    ({"seed": 2**64}, "seed = 18446744073709551616 is not", "seed"),
+    ({"service_tier": "gold"}, "service_tier = 'gold' is not one of auto", "service_tier"),
+    ({"priority": "urgent"}, "priority = 'urgent' is not", "priority"),
+    ({"cache_salt": "a b"}, "cache_salt = 'a b' is not", "cache_salt"),
+    ({"prompt_cache_key": ""}, "prompt_cache_key has 0", "prompt_cache_key"),
+    ({"prompt_cache_retention": "1y"}, "prompt_cache_retention = '1y' is not", "prompt_cache_retention"),
+    ({"prompt_cache_options": {"ttl": "1y"}}, "prompt_cache_options.ttl = '1y'", "prompt_cache_options.ttl"),
+    ({"prompt_cache_options": {"mode": "x"}}, "prompt_cache_options.mode = 'x'", "prompt_cache_options.mode"),
+    ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs['x'] is a list", "chat_template_kwargs['x']"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs['chat_template'] cannot be set", None),
+    ({"continue_final_message": True}, "continue_final_message: messages[0].role = 'user'", "continue_final_message"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message and add_generation_prompt",
+        "continue_final_message",
+    ),
+    ({"messages": []}, "messages has 0 entries", "messages"),
+    ({"messages": [{"role": "bot", "content": ""}]}, "messages[0].role = 'bot' is not one of", "messages[0].role"),
+    ({"messages": [*USER, {"role": "user"}]}, "messages[1].content is null", "messages[1].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is null or has no", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": ""}]}, "messages[0].name has 0", "messages[0].name"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "param"), BAD_CHAT, ids=lambda value: str(value)[:40])
+def test_chat_refuses_and_says_why(fields: dict[str, Any], message: str, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        chat(**fields)
+    text, found = refusal(error)
+    assert text.startswith(message)
+    assert len(text) < 400
+    assert param is None or found == param
+
+
+def content(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+
+
+BAD_MESSAGES: list[tuple[list[dict[str, Any]], str, str]] = [
+    (
+        content({"type": "image_url", "image_url": {"url": "x"}}),
+        "'image_url' is not supported: images",
+        "content[1].type",
+    ),
+    (content({"type": "input_audio", "input_audio": {}}), "'input_audio' is not supported", "content[1].type"),
+    (content({"type": "file", "file": {}}), "'file' is not supported", "content[1].type"),
+    (content({"type": "video"}), "'video' is not one of text, refusal", "content[1].type"),
+    (content({"type": "text"}), "content[1].text is missing", "content[1].text"),
+    (content({"type": "refusal", "text": "x"}), "content[1].refusal is missing", "content[1].refusal"),
+    ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "'tool' is not supported yet", "role"),
+    ([{"role": "function", "content": "x", "name": "f"}], "'function' is not supported yet", "role"),
+    ([{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}], "is not supported yet", "tool_calls"),
+    ([{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "is not supported yet", "function_call"),
+    ([{"role": "assistant", "content": "", "audio": {"id": "a"}}], "is not supported yet", "audio"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message", "param"), BAD_MESSAGES)
+def test_messages_of_other_kinds_are_refused_by_name(messages: list[dict[str, Any]], message: str, param: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest)) as error:
+        chat(messages=messages)
+    text, found = refusal(error)
+    assert text.startswith("messages[0].")
+    assert message in text
+    assert found == f"messages[0].{param}"
+
+
+def test_messages_alone() -> None:
+    given = msgspec.convert(USER, list[types.ChatMessage])
+    assert parse_messages(given) == (Message(Role.USER, (Part("Hi"),)),)
+
+
+BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": []}, "prompt has 0 entries", "prompt"),
+    ({"prompt": ["x"] * 65}, "prompt has 65 entries", "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[1] = 'a' is not a token id", "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1] = 1 is of another kind", "prompt[1]"),
+    ({"prompt": ["a", [1]]}, "prompt[1] = [1] is of another kind", "prompt[1]"),
+    ({"prompt": [3, -1]}, "prompt[1] = -1 is not a token id", "prompt[1]"),
+    ({"prompt": [[3], [2**40]]}, "prompt[1][0] = 1099511627776 is not", "prompt[1][0]"),
+    ({"prompt": ["x"] * 10, "n": 20}, "n = 20 for 10 prompts", "n"),
+    ({"logprobs": 21}, "logprobs = 21 is not", "logprobs"),
+    ({"max_tokens": 0}, "max_tokens = 0 is not", "max_tokens"),
+    ({"best_of": 3}, "best_of = 3 is not supported", "best_of"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs is not supported in a stream", "echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "param"), BAD_COMPLETION)
+def test_completions_refuse_and_say_why(fields: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest)) as error:
+        completion(**fields)
+    text, found = refusal(error, COMPLETION_FIELDS)
+    assert text.startswith(message)
+    assert found == param
+
+
+def test_best_of_that_chooses_nothing_passes() -> None:
+    assert completion(best_of=1) == completion()
+    assert completion(best_of=4, n=4) == completion(n=4)
+
+
+def test_errors_are_renamed_and_keep_their_kind() -> None:
+    with pytest.raises(ContextTooLong, match=r"^messages of 9 characters"), in_their_words({"prompt": "messages"}):
+        raise ContextTooLong("prompt of 9 characters")
+    with pytest.raises(InvalidRequest, match=r"^prompt_tokens = 9"), in_their_words({"prompt": "messages"}):
+        raise InvalidRequest("prompt_tokens = 9")
+
+
+def test_types_describe_themselves() -> None:
+    kinds = [types.ChatCompletionRequest, types.CompletionRequest, types.ChatCompletionChunk, types.ErrorAnswer]
+    _, schemas = msgspec.json.schema_components(kinds)
+    fields = schemas["ChatCompletionRequest"]["properties"]
+    assert {"minimum": 0, "maximum": 100, "type": "number"} in fields["temperature"]["anyOf"]
+    assert fields["tools"]["description"].startswith("Not supported: tool calling")
+    assert fields["user"]["description"].startswith("Accepted, without effect")
+
+
+# Answers
+
+
+HEAD = types.AnswerHead(
+    id="chatcmpl-1",
+    object="chat.completion.chunk",
+    created=1_700_000_000,
+    model="m",
+    system_fingerprint="fp_x",
+    service_tier="default",
+)
+TEXT_HEAD = msgspec.structs.replace(HEAD, id="cmpl-1", object="text_completion")
+USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
+BILL = {
+    "prompt_tokens": 10,
+    "completion_tokens": 4,
+    "total_tokens": 14,
+    "prompt_tokens_details": {"cached_tokens": 8, "audio_tokens": 0},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "audio_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
+}
+CACHE = view(CacheExplanation(8, 0, 8, StopReason.DIVERGED), 10)
+
+
+def delta(
+    text: str = "",
+    finish: FinishReason | None = None,
+    *,
+    index: int = 0,
+    logprobs: tuple[TokenLogprob, ...] = (),
+) -> Delta:
+    return Delta(index, text, (1,), logprobs, finish, None, "it broke" if finish is FinishReason.ERROR else None)
+
+
+def read(data: bytes) -> list[Any]:
+    """Events as a client reads them. Every one but [DONE] is JSON on one line."""
+    assert data.endswith(b"\n\n")
+    found: list[Any] = []
+    for event in data.decode().removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: ")
+        assert "\n" not in event
+        rest = event.removeprefix("data: ")
+        found.append(rest if rest == "[DONE]" else json.loads(rest))
+    return found
+
+
+def judged(data: bytes) -> list[Any]:
+    """Every chunk is one by OpenAI's types and by ours."""
+    found = read(data)
+    for chunk in found:
+        if chunk != "[DONE]":
+            SdkChunk.model_validate(chunk)
+            msgspec.convert(chunk, types.ChatCompletionChunk)
+    return found
+
+
+def choices(chunks: list[Any]) -> list[Any]:
+    return [one for chunk in chunks if chunk != "[DONE]" for one in chunk["choices"]]
+
+
+def said(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def test_a_chat_stream() -> None:
+    encoder = chat_stream(HEAD, chat(), include_usage=False)
+    assert encoder.chunks([(0, delta())]) == b""  # half a character: nothing to say yet
+    first = judged(encoder.chunks([(0, delta("Hé"))]))
+    head = msgspec.to_builtins(HEAD)
+    assert first == [
+        {**head, "choices": [said(0, {"role": "assistant", "content": ""})]},
+        {**head, "choices": [said(0, {"content": "Hé"})]},
+    ]
+    assert choices(judged(encoder.chunks([(0, delta("llo")), (0, delta(' "you"\n'))]))) == [
+        said(0, {"content": "llo"}),
+        said(0, {"content": ' "you"\n'}),
+    ]
+    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [said(0, {"content": "!"})]
+    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [said(0, {}, "stop")]}, "[DONE]"]
+
+
+def test_a_stream_with_usage() -> None:
+    encoder = chat_stream(HEAD, chat(), include_usage=True)
+    data = encoder.chunks([(0, delta("Hi", FinishReason.LENGTH))]) + encoder.last(USAGE, CACHE)
+    *chunks, final, done = judged(data)
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
+    assert not any("cache" in chunk for chunk in chunks)
+    assert choices(chunks)[-1] == said(0, {}, "length")
+    assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
+    assert final["cache"] == msgspec.to_builtins(CACHE)
+
+
+def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> None:
+    encoder = chat_stream(HEAD, chat(n=2), include_usage=False)
+    ends = [(0, delta("", FinishReason.STOP, index=1)), (0, delta("", FinishReason.LENGTH))]
+    *earlier, last, done = judged(encoder.chunks(ends) + encoder.last(USAGE, CACHE))
+    assert not any("cache" in chunk or "usage" in chunk for chunk in earlier)
+    assert last["choices"] == [said(0, {}, "length")]
+    assert last["cache"]["reason"] == "diverged"
+    assert "usage" not in last
+    assert done == "[DONE]"
+
+
+def test_choices_are_numbered_by_prompt_then_sample_and_each_begins_once() -> None:
+    ask = completion(prompt=["a", "b"], n=2)
+    encoder = chat_stream(HEAD, ask, include_usage=False)
+    batch = [(1, delta("d", index=1)), (0, delta("a")), (1, delta("D", index=1)), (0, delta("b", index=1))]
+    found = choices(judged(encoder.chunks(batch)))
+    role = {"role": "assistant", "content": ""}
+    assert found == [
+        said(3, role),
+        said(3, {"content": "d"}),
+        said(0, role),
+        said(0, {"content": "a"}),
+        said(3, {"content": "D"}),
+        said(1, role),
+        said(1, {"content": "b"}),
+    ]
+    ends = [(prompt, delta("", FinishReason.STOP, index=index)) for prompt in (0, 1) for index in (0, 1)]
+    found = choices(judged(encoder.chunks(ends) + encoder.last(USAGE, None)))
+    # One that said nothing begins all the same.
+    assert found == [said(0, {}, "stop"), said(1, {}, "stop"), said(2, role), said(2, {}, "stop"), said(3, {}, "stop")]
+
+
+def test_a_stream_cut_short_still_ends() -> None:
+    encoder = chat_stream(HEAD, chat(n=2), include_usage=True)
+    encoder.chunks([(0, delta("x", FinishReason.STOP))])
+    final, done = judged(encoder.last(USAGE, None))
+    assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
+
+
+def test_a_failed_sample_is_an_error() -> None:
+    encoder = chat_stream(HEAD, chat(), include_usage=False)
+    with pytest.raises(ApiError, match="it broke") as error:
+        encoder.chunks([(0, delta("", FinishReason.ERROR))])
+    assert error.value.kind is Kind.FAILED
+
+
+SMILE = "🙂".encode()
+
+
+def logprob(text: str | bytes, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    data = text.encode() if isinstance(text, str) else text
+    return TokenLogprob(5, data.decode("utf-8", "replace"), data, value, 0, top)
+
+
+HI = logprob("Hi", -0.5, (logprob("Hi", -0.5), logprob("Ho", -1.5)))
+HALF = logprob(SMILE[:2], -1.0, (logprob(SMILE[:2], -1.0), logprob(SMILE[:3], float("-inf"))))
+
+
+def test_chat_logprobs_in_a_stream() -> None:
+    encoder = chat_stream(HEAD, chat(logprobs=True, top_logprobs=2), include_usage=False)
+    # Text that is held back is no reason to hold back its tokens: every token is reported once.
+    found = choices(judged(encoder.chunks([(0, delta("", logprobs=(HI, HALF)))])))
+    assert [one["delta"] for one in found] == [{"role": "assistant", "content": ""}, {"content": ""}]
+    assert found[1]["logprobs"] == {
+        "content": [
+            {
+                "token": "Hi",
+                "logprob": -0.5,
+                "bytes": [72, 105],
+                "top_logprobs": [
+                    {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]},
+                    {"token": "Ho", "logprob": -1.5, "bytes": [72, 111]},
+                ],
+            },
+            {
+                "token": "bytes:\\xf0\\x9f",
+                "logprob": -1.0,
+                "bytes": [240, 159],
+                "top_logprobs": [
+                    {"token": "bytes:\\xf0\\x9f", "logprob": -1.0, "bytes": [240, 159]},
+                    {"token": "bytes:\\xf0\\x9f\\x99", "logprob": -9999.0, "bytes": [240, 159, 153]},
+                ],
+            },
+        ],
+        "refusal": None,
+    }
+
+
+def output(
+    *texts: str,
+    logprobs: tuple[TokenLogprob, ...] | None = None,
+    prompt: tuple[int, ...] = (),
+    scores: tuple[TokenLogprob | None, ...] | None = None,
+) -> GenerationOutput:
+    reasons = (FinishReason.STOP, FinishReason.LENGTH)
+    completions = tuple(
+        Completion(index, text, (1, 2), reasons[index % 2], logprobs=logprobs) for index, text in enumerate(texts)
+    )
+    return GenerationOutput(prompt, completions, USAGE, None, scores)
+
+
+def test_a_whole_chat() -> None:
+    head = msgspec.structs.replace(HEAD, object="chat.completion")
+    found = json.loads(msgspec.json.encode(whole_chat(head, [output("one", "two")], USAGE, CACHE)))
+    answer = SdkChatCompletion.model_validate(found)
+    assert [(one.index, one.message.content, one.finish_reason) for one in answer.choices] == [
+        (0, "one", "stop"),
+        (1, "two", "length"),
+    ]
+    assert found["choices"][0] == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "one", "refusal": None},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert found["usage"] == BILL
+    assert found["cache"]["message"] == CACHE.message
+    assert (found["object"], found["service_tier"], found["system_fingerprint"]) == (
+        "chat.completion",
+        "default",
+        "fp_x",
+    )
+    plain = whole_chat(head, [output("one", logprobs=(HI,))], USAGE, None)
+    found = json.loads(msgspec.json.encode(plain))
+    assert "cache" not in found
+    assert found["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["token"] == "Ho"
+    SdkChatCompletion.model_validate(found)
+
+
+def test_a_completion_stream() -> None:
+    ask = completion(prompt=["ab", "cd"], echo=True)
+    encoder = completion_stream(TEXT_HEAD, ask, ["ab", "cd"], include_usage=True)
+    found = read(encoder.chunks([(1, delta("x")), (0, delta("y")), (1, delta("z", FinishReason.STOP))]))
+    head = msgspec.to_builtins(TEXT_HEAD)
+    plain = {"logprobs": None, "finish_reason": None}
+    assert found[0] == {**head, "choices": [{"index": 1, "text": "cd", **plain}], "usage": None}
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in choices(found)] == [
+        (1, "cd", None),
+        (1, "x", None),
+        (0, "ab", None),
+        (0, "y", None),
+        (1, "z", None),
+        (1, "", "stop"),
+    ]
+    assert encoder.chunks([(0, delta("", FinishReason.LENGTH))]) == b""
+    end, final, done = read(encoder.last(USAGE, None))
+    SdkCompletion.model_validate(end)
+    SdkCompletion.model_validate(final)
+    assert (end["choices"][0]["finish_reason"], final["usage"], done) == ("length", BILL, "[DONE]")
+    for chunk in (*found, end, final):
+        msgspec.convert(chunk, types.Completion)
+
+
+def test_old_logprobs_in_a_stream_count_characters() -> None:
+    encoder = completion_stream(TEXT_HEAD, completion(logprobs=2), None, include_usage=False)
+    tail = logprob(SMILE[2:], -0.25, (logprob("a", -0.1), logprob("b", -0.2)))
+    first, second = choices(
+        read(
+            encoder.chunks(
+                [(0, delta("Hi", logprobs=(HI, HALF))), (0, delta("🙂", logprobs=(tail, logprob("!", -2.0))))]
+            )
+        )
+    )
+    assert first["logprobs"] == {
+        "tokens": ["Hi", "bytes:\\xf0\\x9f"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [
+            {"Hi": -0.5, "Ho": -1.5},
+            {"bytes:\\xf0\\x9f": -1.0, "bytes:\\xf0\\x9f\\x99": -9999.0},
+        ],
+        "text_offset": [0, 2],
+    }
+    assert second["logprobs"]["text_offset"] == [3, 3]
+    # The chosen one is told even where it is not among the best.
+    assert second["logprobs"]["top_logprobs"][0] == {"a": -0.1, "b": -0.2, "bytes:\\x99\\x82": -0.25}
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_json(json.dumps(byte_level_json()).encode(), {})
+
+
+def test_a_whole_completion() -> None:
+    outputs = [output("one", "two", logprobs=(HI,)), output("three", "four", logprobs=(HI,))]
+    answer = whole_completion(TEXT_HEAD, outputs, USAGE, None, ["P", "QQ"], tokenizer())
+    found = json.loads(msgspec.json.encode(answer))
+    judge = SdkCompletion.model_validate(found)
+    assert [(one.index, one.text, one.finish_reason) for one in judge.choices] == [
+        (0, "Pone", "stop"),
+        (1, "Ptwo", "length"),
+        (2, "QQthree", "stop"),
+        (3, "QQfour", "length"),
+    ]
+    assert found["choices"][3]["logprobs"]["text_offset"] == [2]
+    assert found["usage"] == BILL
+    without = whole_completion(TEXT_HEAD, [output("x", logprobs=(logprob("x", -1.0),))], USAGE, None, None, tokenizer())
+    assert without.choices[0].logprobs is not None
+    assert without.choices[0].logprobs.top_logprobs is None  # logprobs = 0: none were asked for
+
+
+def test_echo_with_logprobs_scores_the_prompt() -> None:
+    words = tokenizer()
+    prompt = tuple(words.encode("Hello there", add_special=False))
+    assert len(prompt) >= 2
+    assert echoed(prompt, words, completion()) == "Hello there"
+    assert echoed("Hello there", words, completion()) == "Hello there"
+    scores = (None, *(logprob(words.token_bytes(token), -1.0, (logprob("z", -0.5),)) for token in prompt[1:]))
+    one = output("Hi", logprobs=(HI,), prompt=prompt, scores=scores)
+    answer = whole_completion(TEXT_HEAD, [one], USAGE, None, ["Hello there"], words)
+    assert answer.choices[0].text == "Hello thereHi"
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert "".join(found.tokens) == "Hello thereHi"
+    assert found.token_logprobs == [None, *[-1.0] * (len(prompt) - 1), -0.5]
+    assert found.top_logprobs is not None
+    assert found.top_logprobs[0] is None
+    assert found.top_logprobs[1] is not None
+    assert found.text_offset[0] == 0
+    assert found.text_offset[-1] == len("Hello there")
+
+
+# With work
+
+
+class MadeUpWork:
+    """What a codec reads of a Work."""
+
+    def __init__(self, ask: Ask, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
+        self.ask = ask
+        self.request_id = "req_1"
+        self.model = "m"
+        self.created = 1_700_000_000
+        self.priority = priority
+        self.usage = USAGE
+        self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.requests = (SimpleNamespace(prompt=(1,) * 10),)
+        self._batches = batches
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        for batch in self._batches:
+            yield batch
+
+
+def test_events_of_a_work() -> None:
+    async def collect(work: Work) -> list[bytes]:
+        encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.ask, include_usage=False)
+        return [data async for data in events(work, encoder)]
+
+    batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
+    work = cast("Work", MadeUpWork(chat(cache=True), batches, Priority.LOW))
+    pieces = asyncio.run(collect(work))
+    assert len(pieces) == 3  # the first batch had nothing to say; one write for each of the others, and the end
+    chunks = judged(b"".join(pieces))
+    assert [one["delta"].get("content") for one in choices(chunks)] == ["", "Hi", "!", None]
+    assert chunks[0]["id"] == "chatcmpl-req_1"
+    assert chunks[0]["service_tier"] == "flex"
+    assert chunks[-2]["cache"]["prompt_tokens"] == 10
+    assert cache_view(cast("Work", MadeUpWork(chat(), [], Priority.HIGH))) is None
+
+
+def test_the_fingerprint_is_of_the_model() -> None:
+    assert fingerprint("a") == fingerprint("a") != fingerprint("b")
+    assert len(fingerprint("a" * 500)) < 20
+
+
+# The cache, in words
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_tokens", "message"),
+    [
+        (StopReason.COMPLETE, 1059, "1,059 of 1,060 prompt tokens come from the cache, all that can: the last one is"),
+        (
+            StopReason.DIVERGED,
+            1024,
+            "1,024 of 1,060 prompt tokens come from the cache; from token 1,024 on something else",
+        ),
+        (StopReason.EVICTED, 32, "32 of 1,060 prompt tokens come from the cache; what followed was cached, and made"),
+        (
+            StopReason.TOO_SHORT,
+            1056,
+            "1,056 of 1,060 prompt tokens come from the cache; the rest, from token 1,056 on,",
+        ),
+        (
+            StopReason.IN_FLIGHT,
+            0,
+            "None of 1,060 prompt tokens come from the cache; the rest, from token 0 on, is being",
+        ),
+        (StopReason.NOT_FOUND, 0, "None of 1,060 prompt tokens come from the cache; nothing that is cached goes on"),
+        (StopReason.OFF, 0, "None of 1,060 prompt tokens come from the cache: it is switched off, or"),
+    ],
+)
+def test_the_cache_in_words(reason: StopReason, num_tokens: int, message: str) -> None:
+    found = view(CacheExplanation(num_tokens, num_tokens // 32, num_tokens, reason), 1060)
+    assert found.message.startswith(message)
+    assert found.message.endswith(".")
+    assert (found.matched_tokens, found.matched_blocks, found.prompt_tokens) == (num_tokens, num_tokens // 32, 1060)
+    assert found.stopped_at == (None if reason is StopReason.COMPLETE else num_tokens)
+    assert found.reason == reason.value
+
+
+def test_every_reason_has_a_sentence() -> None:
+    for reason in StopReason:
+        assert "{" not in view(CacheExplanation(0, 0, 0, reason), 1).message
+
+
+# Errors
+
+
+STATUSES = {
+    Kind.INVALID: (400, "invalid_request_error", None),
+    Kind.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
+    Kind.AUTHENTICATION: (401, "invalid_request_error", "invalid_api_key"),
+    Kind.PERMISSION: (403, "permission_error", "permission_denied"),
+    Kind.NOT_FOUND: (404, "invalid_request_error", "unknown_url"),
+    Kind.NO_MODEL: (404, "invalid_request_error", "model_not_found"),
+    Kind.METHOD: (405, "invalid_request_error", "method_not_supported"),
+    Kind.TOO_LARGE: (413, "invalid_request_error", "request_too_large"),
+    Kind.TIMEOUT: (408, "invalid_request_error", "request_timeout"),
+    Kind.RATE_LIMITED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    Kind.OVERLOADED: (429, "rate_limit_error", "server_overloaded"),
+    Kind.UNAVAILABLE: (503, "server_error", "service_unavailable"),
+    Kind.FAILED: (500, "server_error", None),
+    Kind.DIED: (500, "server_error", "engine_died"),
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_errors_in_their_words(kind: Kind) -> None:
+    status, error_type, code = STATUSES[kind]
+    error = ApiError(kind, 'n = "x"\nis none', param="n")
+    assert OPENAI.status(error) == status
+    body = OPENAI.body(error, "req_1")
+    expected = {"error": {"message": 'n = "x"\nis none', "type": error_type, "param": "n", "code": code}}
+    assert json.loads(body) == expected
+    assert read(OPENAI.event(error, "req_1")) == [expected]
+
+
+def test_a_worker_that_died_before_it_began_may_be_asked_again() -> None:
+    assert OPENAI.status(ApiError(Kind.DIED, "x", may_retry=True)) == 503
