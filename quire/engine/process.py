@@ -90,6 +90,8 @@ class WorkerProcess:
             raise QueueFull(f"{self._writer.num_unsent} bytes are waiting to be read by the model's process")
         try:
             self._writer.send(frame)
+        except ConnectionError:
+            return  # it is gone: `_read` comes to that, after what it had still to say
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
@@ -126,6 +128,8 @@ class WorkerProcess:
             data = self._socket.recv(1 << 20)
         except BlockingIOError:
             return
+        except ConnectionError:
+            data = b""  # gone with orders unread
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return
@@ -147,6 +151,9 @@ class WorkerProcess:
     def _flush(self) -> None:
         try:
             self._writer.flush()
+        except ConnectionError:
+            self._loop.remove_writer(self._socket)
+            return
         except OSError as error:
             self.end(f"cannot be reached: {error}")
             return

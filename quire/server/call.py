@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ from quire.server.work import ClientGone, Work
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
 MIB = 1 << 20
+DISCARD_S = 2.0
+MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
@@ -64,8 +67,9 @@ class Call:
         self.fields: frozenset[str] = frozenset()  # names the body may have
         self._receive = receive
         self._limits = limits
-        self._has_body = _announces_body(self.request.headers)
+        self.has_body = _announces_body(self.request.headers)  # that is not read yet
         self._gone: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future[Work] | None = None
         self._work: Work | None = None
 
     # What it brought
@@ -108,7 +112,7 @@ class Call:
             raise ApiError(Kind.TIMEOUT, text) from None
         except ClientDisconnect:
             raise ClientGone from None
-        self._has_body = False  # it is read: the connection can be used again
+        self.has_body = False  # it is read: the connection can be used again
         return b"".join(chunks)
 
     def _note_unknown(self, data: bytes) -> None:
@@ -127,7 +131,7 @@ class Call:
 
     async def open(self, ask: Ask) -> Work:
         """Hand the ask to the service, unless the client leaves first."""
-        opening = asyncio.ensure_future(self.service.open(ask, self))
+        self._opening = opening = asyncio.ensure_future(self.service.open(ask, self))
         gone = self._gone
         assert gone is not None, "the body comes first"
         await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +160,7 @@ class Call:
         headers = {**self.headers, "x-should-retry": "true" if error.may_retry else "false"}
         if error.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        if self._has_body:
+        if self.has_body:
             headers["connection"] = "close"  # what it sends is not read to the end
         if error.kind is Kind.AUTHENTICATION:
             headers["www-authenticate"] = "Bearer"
@@ -172,10 +176,25 @@ class Call:
         if self._work is not None:
             self._work.fail(ClientGone())
 
+    async def discard(self) -> None:
+        """Read what is left of a refused body: a connection closed before that may lose the answer on its way."""
+        size = 0
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DISCARD_S):
+                async for chunk in self.request.stream():
+                    size += len(chunk)
+                    if size > MAX_DISCARDED_BYTES:
+                        return
+                self.has_body = False
+
     async def finish(self) -> None:
-        if self._gone is not None:
-            self._gone.cancel()
-            await asyncio.wait({self._gone})
+        """Whatever happened, nothing of this call goes on."""
+        if self._work is not None:
+            self._work.close()
+        for task in (self._gone, self._opening):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
 
 Handler = Callable[[Call], Awaitable[Response]]
@@ -188,17 +207,19 @@ async def answer(call: Call, handler: Handler) -> Response | None:
     except ClientGone:
         return None
     except ApiError as error:
-        return _refuse(call, error)
+        return await _refuse(call, error)
     except QuireError as error:
-        return _refuse(call, from_quire(error, call.fields))
+        return await _refuse(call, from_quire(error, call.fields))
     except Exception:
         log.exception("%s %s failed", call.request_id, call.endpoint)
         text = f"the server failed at this request; its log has more under {call.request_id}"
-        return _refuse(call, ApiError(Kind.FAILED, text, reason="internal"))
+        return await _refuse(call, ApiError(Kind.FAILED, text, reason="internal"))
 
 
-def _refuse(call: Call, error: ApiError) -> Response:
+async def _refuse(call: Call, error: ApiError) -> Response:
     call.service.metrics.rejected(error.reason)
+    if call.has_body and error.kind is not Kind.TIMEOUT:
+        await call.discard()
     return call.error(error)
 
 

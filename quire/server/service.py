@@ -135,12 +135,19 @@ class Service:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.limits.queue_timeout_s, self._time_out, work)
         work.on_close(timer.cancel)
+        work.submitting = asyncio.current_task()
         try:
             async with asyncio.timeout(self.limits.queue_timeout_s):
                 for request in work.requests:
                     work.add(await self.client.submit(request, news=work.news))
         except TimeoutError:
             raise self._too_late("the model is still loading") from None
+        except asyncio.CancelledError:
+            if work.error is None:
+                raise
+            raise work.error from None  # it was cut
+        finally:
+            work.submitting = None
         self._queued |= {generation.request_ids[0]: work for generation in work.generations}
 
     def close_work(self, work: Work) -> None:

@@ -68,17 +68,16 @@ class EventStream(Response):
         error: Exception | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._write_all()
-        except Exception as problem:
-            error = problem
+            try:
+                await self._write_all()
+            except Exception as problem:
+                error = problem
+            self._work.close(error)
+            if error is not None and not isinstance(error, ClientGone):
+                await self._write(self._call.dialect.event(self._told(error), self._call.request_id))
+            await self._end()
         finally:
             self._timer.cancel()
-            if self._ping is not None:
-                await asyncio.wait({self._ping})
-            self._work.close(error)
-        if error is not None and not isinstance(error, ClientGone):
-            await self._write(self._call.dialect.event(self._told(error), self._call.request_id))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_all(self) -> None:
         assert self._first is not None
@@ -87,6 +86,13 @@ class EventStream(Response):
             if chunk:
                 await self._write(chunk)
             chunk = await self._next()
+
+    async def _end(self) -> None:
+        """After the last keep-alive, if one is being written."""
+        if self._ping is not None:
+            await asyncio.wait({self._ping})
+        self._writing_since_s = self._loop.time()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> bytes | None:
         return await anext(self._events, None)
@@ -121,7 +127,7 @@ class EventStream(Response):
                 if self._abort is not None:
                     self._abort()
                 return
-        elif now_s - self._last_s >= self._times.keep_alive_s:
+        elif now_s - self._last_s >= self._times.keep_alive_s and not self._work.is_closed:
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(KEEP_ALIVE))
         self._timer = self._loop.call_later(self._period_s, self._tick)

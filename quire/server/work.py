@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority
@@ -59,9 +59,10 @@ class Work:
         self.news = asyncio.Event()
         self.ticket: Ticket | None = None
         self._service = service
-        self._error: Exception | None = None
+        self.submitting: asyncio.Task[Any] | None = None  # who hands it to the engine now
+        self.error: Exception | None = None
         self._on_close: list[Callable[[], object]] = []
-        self._is_closed = False
+        self.is_closed = False
         self._queued_s: float | None = None
         self._started_at_s: float | None = None
         self._first_at_s: float | None = None
@@ -101,7 +102,7 @@ class Work:
 
     def add(self, generation: Generation) -> None:
         self.generations.append(generation)
-        if self._error is not None:  # it was cut while it was being handed over
+        if self.error is not None:  # it was cut while it was being handed over
             generation.cancel()
 
     def start(self, queued_s: float) -> None:
@@ -117,18 +118,20 @@ class Work:
 
     def fail(self, error: Exception) -> None:
         """End it from outside: its blocks are free before the next step, whoever reads it gets the error."""
-        if self._error is None and not self._is_closed:
-            self._error = error
+        if self.error is None and not self.is_closed:
+            self.error = error
             for generation in self.generations:
                 generation.cancel()
+            if self.submitting is not None:
+                self.submitting.cancel()
             self.news.set()
 
     async def wait_start(self) -> None:
         """Until the first prompt runs, so that what the cache gave it is known; or until it is over."""
         while True:
             self.news.clear()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             first = self.generations[0]
             if first.error is not None:
                 raise first.error
@@ -141,8 +144,8 @@ class Work:
         ones. Raises what went wrong."""
         while True:
             self.news.clear()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             batch = [(number, delta) for number, one in enumerate(self.generations) for delta in one.take()]
             if batch:
                 self._clock(batch)
@@ -159,16 +162,16 @@ class Work:
         return [generation.answers.result() for generation in self.generations]
 
     def close(self, error: Exception | None = None) -> None:
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         for generation in self.generations:
             generation.cancel()
         if self.ticket is not None:
             self.ticket.leave()
         for call in self._on_close:
             call()
-        record = self._record(error or self._error)
+        record = self._record(error or self.error)
         self._service.close_work(self)
         self._service.metrics.finished(record)
         log_request(record)

@@ -132,3 +132,24 @@ def test_calls_out_of_order_are_refused() -> None:
     runner.sample(None)
     with pytest.raises(InvariantViolation, match="a sample it does not have"):
         runner.collect()
+
+
+def test_logprobs_are_reported_where_they_are_asked_for() -> None:
+    runner = FakeRunner(CAPACITY)
+    prompt = [5, 6, 7, 8, 9, 10]
+    asking = piece(prompt[:4], 0, [1, 2], prompt)._replace(sampling=SamplingParams(logprobs=2, prompt_logprobs=1))
+    runner.forward(plan(asking, piece([3], 0, [3], [3], slot=1)))
+    runner.sample(None)
+    result = runner.collect()
+    assert dict(result.logprobs) == {}  # the one who asks has no token yet, the other does not ask
+    found = result.prompt_logprobs[0]
+    assert (found.start, [entry.token for entry in found.entries]) == (1, [6, 7, 8, 9])
+    assert [len(entry.top) for entry in found.entries] == [1] * 4
+    runner.forward(plan(asking._replace(tokens=prompt[4:], start=4, length=2, wants_token=True)))
+    runner.sample(None)
+    result = runner.collect()
+    (entry,) = result.logprobs[0]
+    assert (entry.token,) == result.tokens[0]
+    assert entry.top[0] == (entry.token, entry.logprob)
+    assert 0 > entry.top[0][1] > entry.top[1][1]
+    assert result.prompt_logprobs[0].entries[-1].token == 10  # the prompt's last: what follows it is the answer

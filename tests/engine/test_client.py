@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -432,5 +433,31 @@ def test_pins_beyond_the_prompt_and_too_many_of_them_are_refused(tiny_model: Pat
                 request(engine, pins=(PinPrefix("a", 1, 1.0), PinPrefix("a", 999, 1.0)))
             with pytest.raises(InvalidRequest, match="pins has 9 entries, more than 8"):
                 request(engine, pins=(PinPrefix("a", 1, 1.0),) * 9)
+
+    run(work())
+
+
+def test_generations_cancelled_at_random_leave_nothing_held(tiny_model: Path) -> None:
+    random = Random(7)
+
+    async def one(engine: EngineClient, number: int) -> None:
+        prompt = LONG[: random.randrange(1, len(LONG))]
+        asked = request(engine, prompt, max_tokens=random.randrange(1, 60), n=1 + number % 3, temperature=1.0)
+        generation = await engine.submit(asked)
+        for _ in range(random.randrange(30)):
+            await asyncio.sleep(0)
+            generation.take()
+        generation.cancel()
+        generation.take()
+        assert generation.is_over
+
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", num_blocks=40, max_seqs=4) as engine:
+            await engine.start()
+            for _ in range(10):
+                await asyncio.gather(*(one(engine, number) for number in range(20)))
+            assert await usage(engine) == (0, 0, 0)
+            assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+            assert (await stats(engine)).num_violations == 0
 
     run(work())

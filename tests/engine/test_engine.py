@@ -15,6 +15,7 @@ from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
+from quire.engine.params import PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
@@ -249,3 +250,38 @@ def test_samples_share_their_prompt() -> None:
     assert len({tuple(tokens(outputs[i])) for i in (1, 2, 3)}) == 3
     assert sum(computed) < 2 * len(prompt)
     assert outputs[2][0].num_cached_tokens == len(prompt) - 1
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_pins_are_set_when_the_prompt_is_there_and_not_before(has_overlap: bool) -> None:
+    engine = make(FakeRunner(replace(CAPACITY, has_overlap=has_overlap)), max_chunk_tokens=8)
+    pins = engine.scheduler.cache.pins
+    engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("head", 9, 60.0), PinPrefix("all", 20, 60.0)))
+    seen: list[EngineOutput] = []
+    while not seen:
+        assert len(pins) == 0
+        seen = engine.step()
+    assert (len(pins), pins.num_blocks) == (2, 5)  # the head's two full blocks are among the five of all
+    while engine.has_work:
+        engine.step()
+    check_scheduler(engine.scheduler)
+    assert engine.scheduler.cache.stats().num_in_use == 5
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish", "fail"])
+def test_a_request_that_ends_before_its_prompt_is_there_pins_nothing(end: str) -> None:
+    runner = FaultyRunner(replace(CAPACITY, has_overlap=False))
+    engine = make(runner, max_chunk_tokens=8)
+    engine.add(1, list(range(20)), GREEDY, pins=(PinPrefix("all", 20, 60.0),))
+    assert engine.step() == []
+    if end == "cancel":
+        engine.cancel(1)
+    elif end == "finish":
+        engine.finish(1, 0)
+    else:
+        runner.change = lambda _, result: result._replace(failures={0: "NaN"})
+        assert engine.step()[0].error == "NaN"
+        runner.change = lambda _, result: result
+    engine.add(1, list(range(20)), GREEDY)  # the same id, and no pins
+    drain(engine)
+    assert len(engine.scheduler.cache.pins) == 0

@@ -18,7 +18,7 @@ import pytest
 
 from quire.engine.client import EngineClient
 from quire.engine.process import WorkerProcess
-from quire.engine.wire import Stepped, Working, pack
+from quire.engine.wire import Failed, GetStats, Stepped, Working, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import client, request, run, until
 
@@ -78,6 +78,36 @@ def test_who_was_in_the_first_step_of_a_worker_that_died_did_not_wait(tiny_model
             with pytest.raises(WorkerDied) as died:
                 await generation.result()
             assert not isinstance(died.value, LostBeforeStart)
+
+    run(work())
+
+
+def test_what_a_worker_said_last_is_heard_though_it_left_orders_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import socket, sys\n"
+        "peer = socket.socket(fileno=int(sys.argv[1]))\n"
+        "peer.recv(1)\n"
+        "peer.sendall(bytes.fromhex(sys.argv[2]))\n"
+        "sys.exit(3)\n"
+    )
+
+    def spawn(fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", script, str(fd), pack(Failed("InvariantViolation", "why")).hex()]
+        return subprocess.Popen(command, pass_fds=[fd])
+
+    monkeypatch.setattr("quire.engine.process._spawn", spawn)
+
+    async def work() -> None:
+        news: list[Any] = []
+        ends: list[str] = []
+        process = WorkerProcess(news.append, ends.append)
+        process.send(GetStats(1))
+        process._process.wait()
+        for number in range(2, 5):
+            process.send(GetStats(number))  # nobody reads this any more
+        await until(lambda: bool(ends))
+        assert news == [Failed("InvariantViolation", "why")]
+        assert ends == ["ended with exit code 3"]
 
     run(work())
 

@@ -212,3 +212,9 @@ def events(data: bytes) -> list[tuple[str | None, str]]:
         if lines:
             found.append((name, "\n".join(lines)))
     return found
+
+
+def status_of(answer: bytes) -> int:
+    """Of the first line of an answer; 0 where there is none."""
+    found = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
+    return int(found[1]) if found else 0

@@ -1,0 +1,307 @@
+"""Whatever is sent, the answer is a clear refusal, and nobody else notices.
+
+One long stream runs beside the whole corpus, from its first request to its last: it must be complete and unbroken.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server import corpus
+from tests.server.corpus import WIRE, Hostile, Wire
+from tests.server.rig import FAKE, Server, events, serving, status_of
+
+LIMIT_S = 15.0  # for one refusal, on a machine that does much else
+MAX_ERROR_BYTES = 4096
+STREAM_TOKENS = 2000
+STREAM = {
+    "messages": [{"role": "user", "content": "Tell me everything."}],
+    "max_tokens": STREAM_TOKENS,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+OPENAI_TYPES = {"invalid_request_error", "permission_error"}
+ANTHROPIC_TYPES = {"invalid_request_error", "not_found_error", "request_too_large", "permission_error"}
+
+
+class LongStreams(threading.Thread):
+    """Long streams, one after another without a pause: at least one at any moment."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._is_over = threading.Event()
+        self.texts: list[str] = []
+        self.problems: list[str] = []
+        self.is_flowing = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.is_set() and not self.problems:
+            try:
+                self.texts.append(self._read_one())
+            except Exception as error:
+                self.problems.append(repr(error))
+
+    def finish(self) -> None:
+        self._is_over.set()
+        self.join(120)
+        assert not self.is_alive(), "the stream does not end"
+
+    def _read_one(self) -> str:
+        with self._server.send_request(STREAM) as sock, sock.makefile("rb") as file:
+            assert status_of(file.readline()) == 200
+            while file.readline() not in (b"\r\n", b""):
+                pass
+            text, ids, usage, is_done = "", set(), None, False
+            for data in sse_lines(file):
+                self.is_flowing.set()
+                if data == "[DONE]":
+                    is_done = True
+                    break
+                chunk = json.loads(data)
+                assert "error" not in chunk, chunk
+                ids.add(chunk["id"])
+                text += "".join(choice["delta"].get("content", "") for choice in chunk["choices"])
+                usage = chunk["usage"] or usage
+            assert is_done, "the stream broke off"
+            assert len(ids) == 1
+            assert usage is not None
+            assert usage["completion_tokens"] == STREAM_TOKENS
+            return text
+
+
+def sse_lines(file: Any) -> Iterator[str]:
+    """Data of the events in a chunked body, as they come."""
+    pending = b""
+    while size := int(file.readline().strip() or b"0", 16):
+        pending += file.read(size)
+        file.readline()
+        *whole, pending = pending.split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data: "):
+                yield event.removeprefix(b"data: ").decode()
+            else:
+                assert event.startswith(b":"), event
+    assert not pending, pending
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE, "--device", "4ms", "--body-timeout", "3", "--header-timeout", "3") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def worker(server: Server) -> int:
+    return server.worker_pid
+
+
+@pytest.fixture(scope="module")
+def stream(server: Server, worker: int) -> Iterator[LongStreams]:
+    del worker  # known before anything is sent
+    streams = LongStreams(server)
+    streams.start()
+    assert streams.is_flowing.wait(30), streams.problems
+    yield streams
+    streams.finish()
+
+
+@pytest.mark.parametrize("row", corpus.corpus(), ids=lambda row: row.name[:100])
+def test_a_hostile_body_is_refused_clearly(server: Server, stream: LongStreams, row: Hostile) -> None:
+    started_s = time.monotonic()
+    answer = server.post(row.path, data=row.make(), timeout_s=60)
+    assert time.monotonic() - started_s < LIMIT_S
+    assert answer.status in row.statuses, answer.body[:500]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["x-request-id"]
+    assert len(answer.body) < MAX_ERROR_BYTES
+    error = error_of(row.path, answer.json)
+    assert row.says in error["message"]
+    if row.names is not None:
+        assert row.names in error["message"], error
+        if row.path not in (corpus.MESSAGES, corpus.COUNT):
+            assert error["param"] is not None
+            assert error["param"].startswith(row.names), error
+    assert not stream.problems
+
+
+def error_of(path: str, body: Any) -> Any:
+    """The error, in the shape of the protocol that was spoken."""
+    if path in (corpus.MESSAGES, corpus.COUNT):
+        assert set(body) == {"type", "error", "request_id"}
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+        assert body["error"]["type"] in ANTHROPIC_TYPES
+    else:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["type"] in OPENAI_TYPES
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("row", WIRE, ids=lambda row: row.name)
+def test_what_is_no_http_is_refused(server: Server, stream: LongStreams, row: Wire) -> None:
+    with server.raw(timeout_s=LIMIT_S) as sock:
+        answer = exchange(sock, row.make())
+    assert status_of(answer) in row.statuses, answer[:500]
+    assert not stream.problems
+
+
+def exchange(sock: socket.socket, data: bytes) -> bytes:
+    """Send all, or as much as is taken, and read to the end or to where the server waits for more."""
+    try:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # it answers before it has read everything
+    found = b""
+    try:
+        while chunk := sock.recv(1 << 16):
+            found += chunk
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize(("method", "path", "statuses"), corpus.PATHS, ids=lambda value: str(value)[:60])
+def test_a_path_that_is_none_leads_nowhere(
+    server: Server, stream: LongStreams, method: str, path: str, statuses: tuple[int, ...]
+) -> None:
+    answer = server.ask(method, path)
+    assert answer.status in statuses
+    assert "x-injected" not in answer.headers
+    assert len(answer.body) < MAX_ERROR_BYTES
+    if method != "HEAD":
+        assert answer.json["error"]["message"]
+    if answer.status == 405:
+        assert answer.headers["allow"]
+    assert not stream.problems
+
+
+def test_good_requests_are_served_among_the_bad_ones(server: Server, stream: LongStreams) -> None:
+    for path, body in corpus.GOOD.items():
+        answer = server.post(path, body)
+        assert answer.status == 200, (path, answer.body)
+    assert not stream.problems
+
+
+def test_the_stream_beside_it_all_was_whole(server: Server, worker: int, stream: LongStreams) -> None:
+    """Runs last of those with the stream."""
+    stream.finish()
+    assert not stream.problems
+    assert stream.texts
+    alone = server.post(corpus.CHAT, STREAM | {"stream": False, "stream_options": None}).json
+    assert set(stream.texts) == {alone["choices"][0]["message"]["content"]}, "it does not say what it says alone"
+    server.wait_free()
+    assert server.worker_pid == worker
+    assert server.get("/health").json["status"] == "ok"
+    assert " ERROR " not in server.log
+    assert "Traceback" not in server.log
+
+
+# Numbers, on a server whose steps take no time: some ask for as many tokens as there are
+
+
+@pytest.fixture(scope="module")
+def quick(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE) as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", corpus.NUMBERS)
+def test_odd_numbers_are_taken_or_refused_by_name(quick: Server, path: str) -> None:
+    pid = quick.worker_pid
+    num_taken = 0
+    for where, name, value in corpus.numbers():
+        if where != path:
+            continue
+        answer = quick.post(path, data=corpus.body_with(path, name, value))
+        row = f"{path} {name}={value[:40]}: {answer.status} {answer.body[:300]!r}"
+        assert answer.status == 200 or 400 <= answer.status < 500, row
+        num_taken += answer.status == 200
+        if answer.status != 200:
+            message = error_of(path, answer.json)["message"]
+            assert name in message or "not JSON" in message, row
+    assert num_taken
+    quick.wait_free()
+    assert quick.worker_pid == pid
+    assert "Traceback" not in quick.log
+
+
+@pytest.mark.parametrize("path", [corpus.CHAT, corpus.COMPLETIONS])
+def test_what_is_no_number_is_refused_in_every_such_field(quick: Server, path: str) -> None:
+    for name in corpus.NUMBERS[path]:
+        for value in ("NaN", "Infinity", "[]", "{}", "true", "1e400"):
+            assert quick.post(path, data=corpus.body_with(path, name, value)).status == 400, (name, value)
+
+
+# Privacy
+
+SECRET_KEY = "sk-canary-5f1d0e77"
+SECRET = "xylograph-canary"
+
+
+def test_nobodys_text_or_key_is_in_logs_errors_or_metrics(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--api-key", SECRET_KEY, "--log-level", "debug", key=SECRET_KEY) as server:
+        say = [{"role": "user", "content": SECRET}]
+        wrong = {"authorization": f"Bearer {SECRET_KEY}x"}
+        requests: list[tuple[str, object, dict[str, str]]] = [
+            (corpus.CHAT, {"messages": say, "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": say, "max_tokens": 2}, wrong),
+            (corpus.CHAT, {"messages": say, "max_tokens": 2, "user": SECRET, "metadata": {"a": SECRET}}, {}),
+            (corpus.CHAT, {"messages": say, "max_tokens": -1}, {}),
+            (corpus.CHAT, {"messages": say * 3000, "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": [{"role": "user", "content": SECRET * 9000}], "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": [{"role": "user", "content": SECRET * 200}], "max_tokens": 4096}, {}),
+            (corpus.CHAT, {"messages": SECRET, "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": [SECRET], "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}], "max_tokens": 2}, {}),
+            (corpus.CHAT, {"messages": say, "max_tokens": 2, "tools": [SECRET]}, {}),
+            (corpus.COMPLETIONS, {"prompt": SECRET, "max_tokens": 2}, {}),
+            (corpus.COMPLETIONS, {"prompt": [1, SECRET], "max_tokens": 2}, {}),
+            (corpus.COMPLETIONS, {"prompt": [SECRET, 1], "max_tokens": 2}, {}),
+            (corpus.COMPLETIONS, {"prompt": {"text": SECRET}, "max_tokens": 2}, {}),
+            (corpus.MESSAGES, {"model": "tiny", "messages": say, "system": SECRET, "max_tokens": 2}, {}),
+            (corpus.MESSAGES, {"model": "tiny", "messages": say, "system": [SECRET], "max_tokens": 2}, {}),
+            (corpus.MESSAGES, {"model": "tiny", "messages": say, "max_tokens": -2}, {"x-api-key": SECRET_KEY}),
+            (corpus.COUNT, {"model": "tiny", "messages": say}, {}),
+            (corpus.EXPLAIN, {"prompt": SECRET, "cache_salt": "a b"}, {}),
+            (f"/v1/{SECRET}?key={SECRET_KEY}", {}, {}),
+        ]
+        told = []
+        for path, body, headers in requests:
+            answer = server.post(path, body, headers=headers)
+            if answer.status != 200 and SECRET not in path:
+                told.append(answer.body.decode())
+        broken = server.post(
+            corpus.CHAT, data=b'{"messages": [{"role": "user", "content": "' + SECRET.encode() + b'"}], "x"'
+        )
+        told += [broken.body.decode(), server.get("/metrics").body.decode(), str(server.stop()), server.log]
+    for text in told:
+        assert SECRET not in text
+        assert SECRET_KEY not in text
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(corpus.corpus()) + len(WIRE) + len(corpus.PATHS) >= 60
+    assert len({row.name for row in corpus.corpus()}) == len(corpus.corpus())
+
+
+def test_frames_of_a_whole_stream_parse(quick: Server) -> None:
+    answer = quick.post(corpus.CHAT, STREAM | {"max_tokens": 50})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, last = [data for _, data in events(answer.body)]
+    assert last == "[DONE]"
+    assert all(json.loads(chunk)["object"] == "chat.completion.chunk" for chunk in chunks)

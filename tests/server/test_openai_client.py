@@ -1,0 +1,701 @@
+"""The official `openai` client judges the server: every feature, against the real model, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import Server, serving
+
+NORMAL, HIGH, ADMIN, SLOW = "normal-0000-key", "high-0000-key", "admin-0000-key", "slow-0000-key"
+KEYS = f"""
+keys:
+  - {{name: app, key: {NORMAL}}}
+  - {{name: urgent, key: {HIGH}, tier: high}}
+  - {{name: keeper, key: {ADMIN}, admin: true}}
+  - {{name: trial, key: {SLOW}, tier: low, requests_per_minute: 1}}
+"""
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+MESSAGES = [{"role": "user", "content": QUESTION}]
+BASICS: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 16}
+TOO_MANY = 2000  # tokens nobody waits for: they are cut off
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    del default_model  # is here now
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    with serving("--api-keys-file", str(keys), "--num-blocks", "400", key=ADMIN) as server:
+        yield server
+
+
+def connect(server: Server, key: str = NORMAL) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with connect(server) as client:
+        yield client
+
+
+def chat(client: OpenAI, content: str = QUESTION, **options: Any) -> ChatCompletion:
+    """Greedy, 16 tokens, unless told otherwise."""
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": content}], **BASICS, **options}
+    return cast(ChatCompletion, client.chat.completions.create(**given))
+
+
+def chat_chunks(client: OpenAI, **options: Any) -> list[ChatCompletionChunk]:
+    given: dict[str, Any] = {"messages": MESSAGES, **BASICS, **options}
+    with client.chat.completions.create(stream=True, **given) as stream:
+        return list(stream)
+
+
+def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def tokens_of(server: Server, **prompt: Any) -> list[int]:
+    found = server.post("/tokenize", prompt).json["tokens"]
+    assert isinstance(found, list)
+    return found
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def cached(answer: ChatCompletion) -> int:
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens is not None
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+# Answers
+
+
+def test_a_question_is_answered(client: OpenAI) -> None:
+    answer = chat(client)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs is None
+    assert answer.object == "chat.completion"
+    assert answer.model == DEFAULT_MODEL
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8  # seven words, and the end
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer.id == f"chatcmpl-{answer._request_id}"
+
+
+def test_a_stream_says_the_same(client: OpenAI) -> None:
+    chunks = chat_chunks(client)
+    assert text_of(chunks) == ANSWER
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert len(chunks) >= 8  # as it comes, not all at the end
+
+
+def test_completions(client: OpenAI) -> None:
+    prompt = "The capital of France is"
+    whole = client.completions.create(model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2)
+    assert whole.choices[0].text == " Paris."
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.object == "text_completion"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 2)
+    with client.completions.create(
+        model=DEFAULT_MODEL, prompt=prompt, temperature=0, max_tokens=2, stream=True
+    ) as stream:
+        chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == " Paris."
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_async(server: Server) -> None:
+    async def run() -> tuple[str | None, list[str]]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=NORMAL, max_retries=0) as client:
+
+            async def stream() -> str:
+                text = ""
+                async with await client.chat.completions.create(
+                    model=DEFAULT_MODEL,
+                    messages=[{"role": "user", "content": QUESTION}],
+                    temperature=0,
+                    max_tokens=16,
+                    stream=True,
+                ) as chunks:
+                    async for chunk in chunks:
+                        text += chunk.choices[0].delta.content or ""
+                return text
+
+            whole = client.chat.completions.create(
+                model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+            )
+            answer, streams = await asyncio.gather(whole, asyncio.gather(*(stream() for _ in range(4))))
+            return answer.choices[0].message.content, streams
+
+    answer, streams = asyncio.run(run())
+    assert answer == ANSWER
+    assert streams == [ANSWER] * 4
+
+
+def test_the_stream_helper(client: OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=16,
+        logprobs=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    assert "".join(event.delta for event in events if event.type == "content.delta") == ANSWER
+    assert [event.content for event in events if event.type == "content.done"] == [ANSWER]
+    assert final.choices[0].message.content == ANSWER
+    assert final.choices[0].finish_reason == "stop"
+    assert final.usage is not None
+    assert final.usage.completion_tokens == 8
+    assert final.choices[0].logprobs is not None
+    assert len(final.choices[0].logprobs.content or ()) == 8
+
+
+def test_parse_of_plain_text(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+    )
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].message.parsed is None
+
+
+def test_with_streaming_response(client: OpenAI) -> None:
+    with client.chat.completions.with_streaming_response.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=16,
+        stream=True,
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == ANSWER
+
+
+def test_roles_and_parts(client: OpenAI) -> None:
+    """A developer is a system, and a message in parts is the message."""
+    whole = chat(client, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES])
+    parts = [{"type": "text", "text": QUESTION[:10]}, {"type": "text", "text": QUESTION[10:]}]
+    developer = {"role": "developer", "content": "Be brief."}
+    split = chat(client, messages=[developer, {"role": "user", "content": parts, "name": "someone"}])
+    assert split.choices[0].message.content == whole.choices[0].message.content
+    assert split.usage is not None
+    assert whole.usage is not None
+    assert split.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+# How many, how long
+
+
+def test_three_answers_to_one_question(client: OpenAI) -> None:
+    answer = chat(client, n=3, temperature=1, seed=7, max_tokens=6)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 18
+    chunks = chat_chunks(client, n=3, temperature=1, seed=7, max_tokens=6)
+    assert [text_of(chunks, i) for i in range(3)] == [choice.message.content for choice in answer.choices]
+
+
+def test_a_seed_says_the_same_twice(client: OpenAI) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
+    texts = [chat(client, seed=seed, **options).choices[0].message.content for seed in (11, 11, 12)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(("stop", "text"), [(" is", "The capital of France"), (["Rome", "ital"], "The cap")])
+def test_stop(client: OpenAI, stop: str | list[str], text: str) -> None:
+    answer = chat(client, stop=stop)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].finish_reason == "stop"
+    assert text_of(chat_chunks(client, stop=stop)) == text  # found across chunks, too
+
+
+def test_max_tokens_under_both_names(client: OpenAI) -> None:
+    ways: list[dict[str, Any]] = [
+        {"max_tokens": 3},
+        {"max_tokens": None, "max_completion_tokens": 3},
+        {"max_tokens": 9, "max_completion_tokens": 3},
+    ]
+    for options in ways:
+        answer = chat(client, **options)
+        assert answer.choices[0].message.content == "The capital of"
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+
+
+def test_ignore_eos_goes_on(client: OpenAI) -> None:
+    answer = chat(client, max_tokens=12, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.choices[0].message.content or "").startswith(ANSWER)
+
+
+# Which tokens
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = chat(client, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    entries = answer.choices[0].logprobs.content or []
+    words = ["The", " capital", " of", " France", " is", " Paris", "."]
+    assert [entry.token for entry in entries] == [*words, "<|im_end|>"]
+    for entry in entries:
+        assert bytes(entry.bytes or ()).decode() == entry.token
+        assert entry.logprob <= 0
+        assert entry.token == entry.top_logprobs[0].token  # greedy
+        numbers = [top.logprob for top in entry.top_logprobs]
+        assert len(numbers) == 3
+        assert numbers == sorted(numbers, reverse=True)
+    chunks = chat_chunks(client, logprobs=True, top_logprobs=3)
+    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    streamed = [entry for part in found for entry in part.content or ()]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
+
+
+def test_logprobs_without_alternatives(client: OpenAI) -> None:
+    answer = chat(client, logprobs=True, max_tokens=2)
+    assert answer.choices[0].logprobs is not None
+    assert [entry.top_logprobs for entry in answer.choices[0].logprobs.content or ()] == [[], []]
+
+
+def test_old_logprobs_and_echo(client: OpenAI) -> None:
+    prompt = "The capital of France is"
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 2}
+    plain = client.completions.create(logprobs=2, **options).choices[0]
+    assert plain.text == " Paris."
+    assert plain.logprobs is not None
+    assert plain.logprobs.tokens == [" Paris", "."]
+    assert plain.logprobs.text_offset == [0, 6]
+    assert [len(tops) for tops in plain.logprobs.top_logprobs or ()] == [2, 2]
+    echoed = client.completions.create(logprobs=2, echo=True, **options).choices[0]
+    assert echoed.text == f"{prompt} Paris."
+    assert echoed.logprobs is not None
+    assert echoed.logprobs.tokens == ["The", " capital", " of", " France", " is", " Paris", "."]
+    assert echoed.logprobs.text_offset == [0, 3, 11, 14, 21, 24, 30]
+    numbers = echoed.logprobs.token_logprobs or []
+    assert numbers[0] is None  # nothing was expected of the first
+    assert all(number is not None and number <= 0 for number in numbers[1:])
+    assert numbers[5:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
+    assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Paris."
+
+
+def test_logit_bias_forces_and_forbids(client: OpenAI, server: Server) -> None:
+    (banana,) = tokens_of(server, prompt=" banana")
+    (the,) = tokens_of(server, prompt="The")
+    forced = chat(client, logit_bias={str(banana): 100}, max_tokens=3)
+    assert forced.choices[0].message.content == " banana" * 3
+    forbidden = chat(client, logit_bias={str(the): -100}, max_tokens=3)
+    assert not (forbidden.choices[0].message.content or "").startswith("The")
+
+
+def test_penalties(client: OpenAI) -> None:
+    def go_on(**options: Any) -> str:
+        given: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 8, **options}
+        return cast(str, client.completions.create(prompt="1 2 1 2 1 2 1 2 1 2 1 2", **given).choices[0].text)
+
+    assert go_on() == " 1 2 1 2"
+    assert go_on(frequency_penalty=2).count("1") == 1
+    assert go_on(presence_penalty=2).count("1") == 1
+    assert go_on(frequency_penalty=-2).count("1") > 2  # the other way round: what was said is said again
+    assert "1" not in go_on(extra_body={"repetition_penalty": 2})  # counts the prompt as well
+
+
+def test_top_k_top_p_and_min_p_leave_one_token(client: OpenAI) -> None:
+    """However hot, the only token that may be drawn is."""
+    hot: dict[str, Any] = {"temperature": 2, "max_tokens": 4}
+    for options in ({"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}, {"top_p": 1e-6}):
+        assert chat(client, **hot, **options).choices[0].message.content == "The capital of France"
+
+
+# The cache
+
+
+def test_usage_in_a_stream(client: OpenAI) -> None:
+    chunks = chat_chunks(client, stream_options={"include_usage": True}, extra_body={"cache": True})
+    *rest, last = chunks
+    assert all(chunk.usage is None and chunk.choices for chunk in rest)
+    assert all("usage" in chunk.model_fields_set for chunk in rest)  # null, as OpenAI sends it, not left out
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 8
+    assert last.model_extra is not None
+    assert last.model_extra["cache"]["prompt_tokens"] == last.usage.prompt_tokens
+
+
+def test_cached_tokens_are_exact(client: OpenAI, server: Server) -> None:
+    """Of the same prompt all but the last token; of another, what both begin with: counted here, token by token."""
+    salted: dict[str, Any] = {"extra_body": {"cache_salt": "exact", "cache": True}, "max_tokens": 2}
+    first = chat(client, **salted)
+    assert first.usage is not None
+    assert cached(first) == 0
+    assert first.model_extra is not None
+    assert first.model_extra["cache"]["reason"] == "not_found"
+    again = chat(client, **salted)
+    assert cached(again) == first.usage.prompt_tokens - 1
+    assert again.model_extra is not None
+    cache = again.model_extra["cache"]
+    assert cache["matched_tokens"] == cached(again)
+    assert cache["matched_blocks"] == cached(again) // server.stats()["block_size"]
+    assert (cache["reason"], cache["stopped_at"]) == ("complete", None)
+    assert cache["message"].startswith(f"{cached(again)} of {first.usage.prompt_tokens} prompt tokens come")
+    other = "What is the capital of Spain, and why?"
+    shared = common(
+        tokens_of(server, messages=MESSAGES), tokens_of(server, messages=[{"role": "user", "content": other}])
+    )
+    third = chat(client, other, **salted)
+    assert cached(third) == shared
+    assert third.model_extra is not None
+    assert (third.model_extra["cache"]["reason"], third.model_extra["cache"]["stopped_at"]) == ("diverged", shared)
+    assert cached(chat(client, extra_body={"cache_salt": "another"}, max_tokens=2)) == 0
+
+
+def test_explain_says_what_will_be(client: OpenAI, server: Server) -> None:
+    question: dict[str, Any] = {"messages": [{"role": "user", "content": "Name a colour, please."}]}
+
+    def explain() -> dict[str, Any]:
+        return cast(dict[str, Any], client.post("/cache/explain", body=question, cast_to=object))
+
+    before = explain()
+    answer = chat(client, **question, max_tokens=2)
+    assert cached(answer) == before["matched_tokens"] < before["prompt_tokens"] - 1
+    after = explain()
+    assert (after["reason"], after["matched_tokens"]) == ("complete", before["prompt_tokens"] - 1)
+    assert cached(chat(client, **question, max_tokens=2)) == after["matched_tokens"]
+    # Another key sees nothing of it: what it has sent itself begins with the system's words only.
+    hidden = server.post("/v1/cache/explain", question).json
+    assert hidden["matched_tokens"] < before["prompt_tokens"] - 1
+
+
+def test_a_second_turn_reuses_the_first(client: OpenAI, server: Server) -> None:
+    salted: dict[str, Any] = {"extra_body": {"cache_salt": "turns"}}
+    first = chat(client, **salted)
+    assert first.usage is not None
+    talk = [*MESSAGES, {"role": "assistant", "content": first.choices[0].message.content}]
+    talk.append({"role": "user", "content": "And of Italy?"})
+    second = chat(client, messages=talk, **salted)
+    # Everything but the end of the answer, which was never computed on: the words, not the token that ended them.
+    assert cached(second) == first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    assert cached(second) > common(tokens_of(server, messages=MESSAGES), tokens_of(server, messages=talk)) - 1
+    assert "Rome" in (second.choices[0].message.content or "")
+
+
+def test_continue_final_message(client: OpenAI) -> None:
+    talk = [*MESSAGES, {"role": "assistant", "content": "The capital of"}]
+    answer = chat(client, messages=talk, extra_body={"continue_final_message": True})
+    assert answer.choices[0].message.content == " France is Paris."
+    with pytest.raises(openai.BadRequestError) as info:
+        chat(client, extra_body={"continue_final_message": True})
+    assert info.value.param == "continue_final_message"
+
+
+def test_prompt_cache_key_pins(client: OpenAI, server: Server) -> None:
+    before = server.stats()
+    long = "Count: " + " ".join(str(i) for i in range(40))
+    try:
+        answer = chat(client, long, prompt_cache_key="numbers", max_tokens=2)
+        assert answer.usage is not None
+        stats = server.stats()
+        assert stats["num_pins"] == before["num_pins"] + 1
+        assert stats["num_pinned"] - before["num_pinned"] == answer.usage.prompt_tokens // stats["block_size"]
+        chat(client, long, prompt_cache_key="numbers", max_tokens=2)
+        assert server.stats()["num_pins"] == before["num_pins"] + 1  # the same name again: renewed
+    finally:
+        assert server.post("/v1/cache/clear").json == {"cleared": True}
+    assert server.stats()["num_pins"] == server.stats()["num_pinned"] == 0
+
+
+# Urgency
+
+
+def test_service_tier_and_priority(client: OpenAI, server: Server) -> None:
+    """A request may wait longer than its key; never less."""
+    few: dict[str, Any] = {"max_tokens": 1}
+    assert chat(client, **few).service_tier == "default"
+    assert chat(client, service_tier="auto", **few).service_tier == "default"
+    assert chat(client, service_tier="flex", **few).service_tier == "flex"
+    assert chat(client, service_tier="priority", **few).service_tier == "default"
+    assert chat(client, extra_body={"priority": "low"}, **few).service_tier == "flex"
+    assert chat(client, extra_body={"priority": -5}, **few).service_tier == "default"
+    with connect(server, HIGH) as urgent:
+        assert chat(urgent, **few).service_tier == "priority"
+        assert chat(urgent, extra_body={"priority": 0}, **few).service_tier == "default"
+        assert chat(urgent, service_tier="flex", **few).service_tier == "flex"
+
+
+# Prompts
+
+
+def test_several_prompts_and_token_ids(client: OpenAI, server: Server) -> None:
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 2}
+    texts = ["The capital of France is", "One, two, three,"]
+    ids = [tokens_of(server, prompt=text) for text in texts]
+    by_text = client.completions.create(prompt=texts, **options)
+    assert [choice.index for choice in by_text.choices] == [0, 1]
+    assert by_text.choices[0].text == " Paris."
+    assert by_text.choices[1].text.startswith(" four")
+    assert by_text.usage is not None
+    assert by_text.usage.prompt_tokens == sum(map(len, ids))
+    assert by_text.usage.completion_tokens == 4
+    by_ids = client.completions.create(prompt=ids, **options)
+    assert [choice.text for choice in by_ids.choices] == [choice.text for choice in by_text.choices]
+    assert client.completions.create(prompt=ids[0], **options).choices[0].text == " Paris."
+    with client.completions.create(prompt=texts, stream=True, **options) as stream:
+        chunks = list(stream)
+    for index in (0, 1):
+        text = "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
+        assert text == by_text.choices[index].text
+
+
+def test_models(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == (DEFAULT_MODEL, "quire")
+    assert model.model_extra is not None
+    assert model.model_extra["max_model_len"] == 8192
+    assert client.models.retrieve(DEFAULT_MODEL) == model
+    with pytest.raises(openai.NotFoundError, match=f"this server has {DEFAULT_MODEL}"):
+        client.models.retrieve("someone/else")
+
+
+# What goes wrong
+
+
+def test_keys(server: Server) -> None:
+    for key in ("wrong-0000-key", NORMAL + "x"):
+        with connect(server, key) as stranger, pytest.raises(openai.AuthenticationError) as info:
+            chat(stranger)
+        assert info.value.code == "invalid_api_key"
+        assert info.value.response.headers["x-should-retry"] == "false"
+        assert key not in str(info.value)
+    with connect(server, "wrong-0000-key") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with connect(server, HIGH) as urgent, pytest.raises(openai.PermissionDeniedError, match="'urgent'"):
+        urgent.post("/cache/clear", cast_to=object)
+
+
+def test_an_unknown_model(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"this server has {DEFAULT_MODEL}") as info:
+        chat(client, model="gpt-9")
+    assert (info.value.param, info.value.code) == ("model", "model_not_found")
+
+
+class Capital(BaseModel):
+    name: str
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+LOOK = {"role": "user", "content": [{"type": "text", "text": "Look"}, IMAGE]}
+TOLD = {"role": "tool", "content": "4", "tool_call_id": "a"}
+TOO_LONG = [{"role": "user", "content": "word " * 9000}]
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "code"),
+    [
+        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"messages": [LOOK]}, "messages[0].content[1].type", "unsupported_value"),
+        ({"messages": [*MESSAGES, TOLD]}, "messages[1].role", "unsupported_value"),
+        ({"messages": TOO_LONG}, "messages", "context_length_exceeded"),
+        ({"messages": TOO_LONG, "stream": True}, "messages", "context_length_exceeded"),
+        ({"messages": []}, "messages", None),
+        ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages[0].role", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", None),
+        ({"temperature": -1}, "temperature", None),
+        ({"temperature": "hot"}, "temperature", None),
+        ({"n": 0}, "n", None),
+        ({"top_logprobs": 3}, "top_logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"logit_bias": {"abc": 1}}, "logit_bias['abc']", None),
+        ({"stop": [""]}, "stop[0]", None),
+        ({"service_tier": "gold"}, "service_tier", None),
+        ({"extra_body": {"priority": "first"}}, "priority", None),
+        ({"extra_body": {"cache_salt": "a b"}}, "cache_salt", None),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)  # fmt: skip
+def test_a_bad_request_names_the_field(client: OpenAI, options: dict[str, Any], param: str, code: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        chat(client, **options)
+    error = info.value
+    assert (error.param, error.code) == (param, code)
+    assert error.type == "invalid_request_error"
+    assert error.response.headers["x-should-retry"] == "false"
+    assert error.request_id == error.response.headers["x-request-id"]
+    assert error.request_id
+
+
+def test_a_shape_that_would_be_ignored_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format is not supported yet"):
+        client.chat.completions.parse(
+            model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], response_format=Capital
+        )
+
+
+def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        client.completions.create(model=DEFAULT_MODEL, prompt=[1] * 9000)
+    assert (info.value.param, info.value.code) == ("prompt", "context_length_exceeded")
+    assert "9000" in info.value.message
+    assert "8192" in info.value.message
+
+
+def test_other_endpoints_are_said_to_be_missing(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nothing at '/v1/responses'") as info:
+        client.responses.create(model=DEFAULT_MODEL, input="Hi")
+    assert info.value.code == "unknown_url"
+    with pytest.raises(openai.NotFoundError, match="nothing at '/v1/embeddings'"):
+        client.embeddings.create(model=DEFAULT_MODEL, input="Hi")
+
+
+def test_a_key_that_is_used_up(server: Server) -> None:
+    with connect(server, SLOW) as trial:
+        assert chat(trial, max_tokens=1).service_tier == "flex"
+        with pytest.raises(openai.RateLimitError, match="requests_per_minute = 1") as info:
+            chat(trial, max_tokens=1)
+    error = info.value
+    assert (error.code, error.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60
+    assert error.response.headers["x-should-retry"] == "true"
+    assert error.request_id
+
+
+def test_request_ids(client: OpenAI) -> None:
+    answer = chat(client, max_tokens=1)
+    assert answer._request_id
+    assert answer._request_id != chat(client, max_tokens=1)._request_id
+    mine = chat(client, max_tokens=1, extra_headers={"x-request-id": "my-own.id"})
+    assert mine._request_id == "my-own.id"
+    assert client.models.list()._request_id
+
+
+def test_unknown_fields_are_taken_for_nothing_and_named(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=16,
+        store=True,
+        metadata={"a": "b"},
+        user="someone",
+        reasoning_effort="low",
+        parallel_tool_calls=False,
+        extra_body={"frobnicate": 3, "wibble": {"deep": []}},
+    )
+    assert raw.headers["x-quire-ignored-fields"] == "frobnicate, wibble"
+    assert raw.parse().choices[0].message.content == ANSWER
+    raw = client.chat.completions.with_raw_response.create(
+        model=DEFAULT_MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=1, store=False, user="me"
+    )
+    assert "x-quire-ignored-fields" not in raw.headers
+
+
+# Leaving
+
+
+def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) -> None:
+    server.wait_free()
+    stream = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=TOO_MANY,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for _, _chunk in zip(range(3), stream, strict=False):
+        assert server.stats()["num_running"] == 1
+    stream.close()
+    stats = server.wait_free()
+    assert stats["num_in_use"] == 0
+
+
+def test_an_answer_nobody_waits_for_is_given_up(server: Server) -> None:
+    with connect(server) as client:
+        impatient = client.with_options(timeout=0.5)
+        with pytest.raises(openai.APITimeoutError):
+            chat(impatient, max_tokens=TOO_MANY, extra_body={"ignore_eos": True})
+        server.wait_free()
+    server.wait_for(r"stream=false .*max_tokens=2000 .*finish=cancelled")
+
+
+def test_an_async_task_that_is_cancelled(server: Server) -> None:
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=NORMAL, max_retries=0) as client:
+            began = asyncio.Event()
+
+            async def read() -> None:
+                async with await client.chat.completions.create(
+                    model=DEFAULT_MODEL,
+                    messages=[{"role": "user", "content": QUESTION}],
+                    max_tokens=TOO_MANY,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                ) as stream:
+                    async for _ in stream:
+                        began.set()
+
+            task = asyncio.create_task(read())
+            await began.wait()
+            task.cancel()
+            await asyncio.wait({task})
+            assert task.cancelled()
+
+    asyncio.run(run())
+    server.wait_free()
+
+
+def test_a_worker_that_dies_is_told_and_replaced(server: Server) -> None:
+    """The last one here: what was cached is gone with it."""
+    with connect(server) as client:
+        stream = client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=TOO_MANY,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        os.kill(server.worker_pid, signal.SIGKILL)
+        with stream, pytest.raises(openai.APIError, match="worker") as info:
+            list(stream)
+        assert info.value.code == "engine_died"
+        assert chat(client).choices[0].message.content == ANSWER  # waits for the next one
+    assert server.get("/health").json["status"] == "ok"
