@@ -227,5 +227,5 @@ def _cut(value: object) -> object:
 
 
 def _rounded(value: float | None) -> float | None:
-    """To four digits: 0.00123, 12.35."""
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+    """To a tenth of a millisecond."""
+    return round(value, 4) if value is not None and math.isfinite(value) else None
