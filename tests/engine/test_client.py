@@ -456,8 +456,10 @@ def test_generations_cancelled_at_random_leave_nothing_held(tiny_model: Path) ->
             await engine.start()
             for _ in range(10):
                 await asyncio.gather(*(one(engine, number) for number in range(20)))
-            assert await usage(engine) == (0, 0, 0)
+            # the sources of copies are held until the step that copies them is done; one more request, and it is
+            assert (await usage(engine))[:2] == (0, 0)
             assert (await engine.generate(request(engine))).usage.completion_tokens == 8
+            assert await usage(engine) == (0, 0, 0)
             assert (await stats(engine)).num_violations == 0
 
     run(work())

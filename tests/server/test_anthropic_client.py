@@ -1,0 +1,408 @@
+"""The official `anthropic` client judges the server: every feature, against the real model, over a real socket.
+
+The client has no `temperature` of its own any more; greedy answers are asked for in `extra_body`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, cast
+
+import anthropic
+import pytest
+from anthropic import Anthropic, AsyncAnthropic
+from anthropic.types import Message, RawMessageStreamEvent, TextBlock, Usage
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import Server, serving
+
+KEY, SLOW, ADMIN = "app-0000-key", "slow-0000-key", "admin-0000-key"
+KEYS = f"""
+keys:
+  - {{name: app, key: {KEY}}}
+  - {{name: keeper, key: {ADMIN}, admin: true}}
+  - {{name: trial, key: {SLOW}, requests_per_minute: 1}}
+"""
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+ASKED = {"role": "user", "content": QUESTION}
+FACTS = "You know these facts. " + " ".join(f"Fact {i}: after {i} comes {i + 1}." for i in range(10))
+TOO_MANY = 2000  # tokens nobody waits for: they are cut off
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    del default_model  # is here now
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    with serving("--api-keys-file", str(keys), "--num-blocks", "400", key=ADMIN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Anthropic]:
+    with connect(server) as client:
+        yield client
+
+
+def connect(server: Server, key: str = KEY) -> Anthropic:
+    return Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=60)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Greedy, 16 tokens, unless told otherwise."""
+    extra = {"temperature": 0, **options.pop("extra_body", {})}
+    return {"model": DEFAULT_MODEL, "max_tokens": 16, "messages": [ASKED], "extra_body": extra, **options}
+
+
+def ask(client: Anthropic, **options: Any) -> Message:
+    return cast(Message, client.messages.create(**given(**options)))
+
+
+def count(client: Anthropic, **options: Any) -> int:
+    asked: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [ASKED], **options}
+    return client.messages.count_tokens(**asked).input_tokens
+
+
+def text_of(message: Message) -> str:
+    (block,) = message.content
+    assert isinstance(block, TextBlock)
+    return block.text
+
+
+def prompt_tokens(usage: Usage) -> int:
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
+def marked(text: str, ttl: str | None = None) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}]
+
+
+def common(server: Server, one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
+    """How many tokens two conversations begin with, counted one by one."""
+    a, b = (server.post("/tokenize", {"messages": messages}).json["tokens"] for messages in (one, other))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+# Answers
+
+
+def test_a_question_is_answered(client: Anthropic) -> None:
+    message = ask(client)
+    assert text_of(message) == ANSWER
+    assert (message.type, message.role, message.model) == ("message", "assistant", DEFAULT_MODEL)
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.usage.output_tokens == 8  # seven words, and the end
+    assert prompt_tokens(message.usage) == count(client)
+    assert message._request_id
+    assert message.id == f"msg_{message._request_id}"
+
+
+def test_the_stream_helper(client: Anthropic) -> None:
+    with client.messages.stream(**given()) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+        assert stream.request_id
+    assert text == ANSWER == text_of(final)
+    assert final.stop_reason == "end_turn"
+    assert final.usage.output_tokens == 8
+    assert prompt_tokens(final.usage) == count(client)
+    with client.messages.stream(**given()) as stream:
+        assert stream.get_final_text() == ANSWER
+
+
+def test_events_come_in_order(client: Anthropic) -> None:
+    with client.messages.create(stream=True, **given()) as stream:
+        events = cast("list[RawMessageStreamEvent]", list(stream))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert len(kinds[2:-3]) == 7  # as they come, not all at the end
+    start, delta = events[0], events[-2]
+    assert start.type == "message_start"
+    assert (start.message.content, start.message.stop_reason) == ([], None)
+    assert prompt_tokens(start.message.usage) == count(client)  # what it costs is known from the start
+    assert delta.type == "message_delta"
+    assert delta.delta.stop_reason == "end_turn"
+    assert delta.usage.output_tokens == 8
+    assert delta.usage.cache_read_input_tokens == start.message.usage.cache_read_input_tokens
+    with client.messages.stream(**given()) as helper:
+        seen = [event.type for event in helper]
+    assert [kind for kind in seen if kind != "text"] == kinds
+
+
+def test_async(server: Server) -> None:
+    async def run() -> tuple[Message, list[str], int]:
+        async with AsyncAnthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+
+            async def stream() -> str:
+                async with client.messages.stream(**given()) as found:
+                    return "".join([text async for text in found.text_stream])
+
+            whole = cast(Any, client.messages.create(**given()))
+            message, texts = await asyncio.gather(whole, asyncio.gather(*(stream() for _ in range(3))))
+            counted = await client.messages.count_tokens(model=DEFAULT_MODEL, messages=[cast(Any, ASKED)])
+            return message, texts, counted.input_tokens
+
+    message, texts, counted = asyncio.run(run())
+    assert text_of(message) == ANSWER
+    assert texts == [ANSWER] * 3
+    assert prompt_tokens(message.usage) == counted
+
+
+def test_system_prompts(client: Anthropic) -> None:
+    words = "You are a pirate. Answer in one word."
+    as_text = ask(client, system=words)
+    as_blocks = ask(client, system=[{"type": "text", "text": words[:18]}, {"type": "text", "text": words[18:]}])
+    assert text_of(as_text) == text_of(as_blocks)
+    assert prompt_tokens(as_text.usage) == prompt_tokens(as_blocks.usage) == count(client, system=words)
+    assert count(client, system=words) != count(client)
+
+
+def test_a_conversation(client: Anthropic) -> None:
+    """An answer can be sent back as it came, and its computation is not repeated."""
+    first = ask(client)
+    talk = [ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And of Italy?"}]
+    second = ask(client, messages=talk)
+    assert "Rome" in text_of(second)
+    assert second.usage.cache_read_input_tokens == prompt_tokens(first.usage) + first.usage.output_tokens - 1
+    assert prompt_tokens(second.usage) == count(client, messages=talk)
+
+
+def test_prefill(client: Anthropic) -> None:
+    talk = [ASKED, {"role": "assistant", "content": "The capital of"}]
+    message = ask(client, messages=talk)
+    assert text_of(message) == " France is Paris."
+    assert prompt_tokens(message.usage) == count(client, messages=talk)
+
+
+# How long
+
+
+def test_stop_sequences(client: Anthropic) -> None:
+    message = ask(client, stop_sequences=["Rome", " is"])
+    assert text_of(message) == "The capital of France"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " is")
+    with client.messages.stream(**given(stop_sequences=["ital"])) as stream:
+        assert "".join(stream.text_stream) == "The cap"
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "ital")
+
+
+def test_max_tokens(client: Anthropic) -> None:
+    message = ask(client, max_tokens=3)
+    assert text_of(message) == "The capital of"
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    assert message.usage.output_tokens == 3
+
+
+def test_no_tokens_at_all_fill_the_cache(client: Anthropic) -> None:
+    question = [{"role": "user", "content": "Which river flows through Vienna?"}]
+    message = ask(client, messages=question, max_tokens=0)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+    again = ask(client, messages=question, max_tokens=1)
+    assert again.usage.cache_read_input_tokens == prompt_tokens(message.usage) - 1
+
+
+def test_what_else_can_be_asked_for(client: Anthropic) -> None:
+    """Fields of ours, in extra_body."""
+    hot = {"temperature": 2.0, "seed": 5}
+    texts = [text_of(ask(client, max_tokens=6, extra_body=hot)) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert text_of(ask(client, extra_body={"temperature": 2.0, "top_k": 1})) == ANSWER
+    longer = ask(client, max_tokens=12, extra_body={"ignore_eos": True})
+    assert longer.usage.output_tokens == 12
+    explained = ask(client, max_tokens=1, extra_body={"cache": True, "cache_salt": "elsewhere"})
+    assert explained.model_extra is not None
+    assert explained.model_extra["cache"]["reason"] == "not_found"
+
+
+# The cache
+
+
+def test_cache_control_keeps_a_system_prompt(client: Anthropic, server: Server) -> None:
+    block_size = server.stats()["block_size"]
+    system = marked(FACTS)
+    try:
+        first = ask(client, system=system, max_tokens=2)
+        total = count(client, system=system)
+        head = [{"role": "system", "content": FACTS}]
+        kept = common(
+            server, [*head, ASKED], [*head, {"role": "user", "content": "\u2060"}]
+        )  # all of it but the question
+        kept_blocks = kept // block_size
+        assert kept_blocks >= 3
+        read = first.usage.cache_read_input_tokens
+        assert read is not None
+        assert read < block_size  # how every conversation begins
+        assert first.usage.cache_creation_input_tokens == kept_blocks * block_size - read > 0
+        assert first.usage.cache_creation is not None
+        assert first.usage.cache_creation.ephemeral_5m_input_tokens == first.usage.cache_creation_input_tokens
+        assert first.usage.cache_creation.ephemeral_1h_input_tokens == 0
+        assert prompt_tokens(first.usage) == total
+        stats = server.stats()
+        assert (stats["num_pins"], stats["num_pinned"]) == (1, kept_blocks)
+
+        second = ask(client, system=system, max_tokens=2)
+        assert second.usage.cache_creation_input_tokens == 0
+        assert second.usage.cache_read_input_tokens == total - 1  # the last token is always computed
+        assert prompt_tokens(second.usage) == total
+
+        other = [{"role": "user", "content": "Name a river."}]
+        third = ask(client, system=system, messages=other, max_tokens=2)
+        assert third.usage.cache_creation_input_tokens == 0
+        assert third.usage.cache_read_input_tokens == common(server, [*head, ASKED], [*head, *other])
+        assert prompt_tokens(third.usage) == count(client, system=system, messages=other)
+        assert server.stats()["num_pins"] == 1
+    finally:
+        server.post("/v1/cache/clear")
+
+
+def test_cache_control_for_an_hour(client: Anthropic, server: Server) -> None:
+    system = marked("An hour: " + FACTS, "1h")
+    try:
+        with client.messages.stream(**given(system=system, max_tokens=2)) as stream:
+            usage = stream.get_final_message().usage
+        assert usage.cache_creation is not None
+        assert usage.cache_creation.ephemeral_1h_input_tokens == usage.cache_creation_input_tokens
+        assert (usage.cache_creation_input_tokens or 0) > 0
+        assert usage.cache_creation.ephemeral_5m_input_tokens == 0
+        assert prompt_tokens(usage) == count(client, system=system)
+        assert server.stats()["num_pins"] == 1
+    finally:
+        server.post("/v1/cache/clear")
+
+
+def test_cache_control_of_the_whole_request(client: Anthropic, server: Server) -> None:
+    messages = [{"role": "user", "content": f"{FACTS} What comes after 3?"}]
+    try:
+        message = ask(client, messages=messages, cache_control={"type": "ephemeral"}, max_tokens=2)
+        assert (message.usage.cache_creation_input_tokens or 0) > 0
+        assert prompt_tokens(message.usage) == count(client, messages=messages, cache_control={"type": "ephemeral"})
+        assert server.stats()["num_pins"] == 1
+    finally:
+        server.post("/v1/cache/clear")
+
+
+def test_five_marks_are_too_many(client: Anthropic) -> None:
+    system = [block for i in range(5) for block in marked(f"Fact {i}.")]
+    with pytest.raises(anthropic.BadRequestError, match="cache_control appears 5 times, more than 4"):
+        ask(client, system=system)
+
+
+# What goes wrong
+
+
+def test_keys(server: Server) -> None:
+    with connect(server, "wrong-0000-key") as stranger:
+        with pytest.raises(anthropic.AuthenticationError) as info:
+            ask(stranger)
+        with pytest.raises(anthropic.AuthenticationError):
+            count(stranger)
+    assert error_of(info.value)["type"] == "authentication_error"
+    assert "wrong-0000-key" not in str(info.value)
+    with Anthropic(base_url=server.url, auth_token=KEY, max_retries=0) as bearer:  # Authorization: Bearer
+        assert text_of(ask(bearer, max_tokens=2)) == "The capital"
+
+
+def test_an_unknown_model(client: Anthropic) -> None:
+    for call in (ask, count):
+        with pytest.raises(anthropic.NotFoundError, match=f"this server has {DEFAULT_MODEL}") as info:
+            call(client, model="claude-9")
+        assert error_of(info.value)["type"] == "not_found_error"
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type = 'image' is not supported"),
+        ({"tools": [{"name": "look_up", "input_schema": {"type": "object"}}]}, "tools is not supported"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type = 'any' is not supported"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type = 'enabled' is not supported"),
+        ({"messages": []}, "messages has 0 entries"),
+        ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages.0.role = 'judge'"),
+        ({"max_tokens": -1}, "max_tokens = -1"),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\]"),
+        ({"extra_body": {"temperature": -1}}, "temperature = -1.0"),
+        ({"system": [{"type": "text", "text": "Hi", "cache_control": {"type": "eternal"}}]}, "cache_control.type"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt is too long: .*9031 tokens"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_a_bad_request_names_the_field(client: Anthropic, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=words) as info:
+        ask(client, **options)
+    error = info.value
+    assert error_of(error)["type"] == "invalid_request_error"
+    assert error.response.headers["x-should-retry"] == "false"
+    assert error.request_id
+    assert cast(dict[str, Any], error.body)["request_id"] == error.request_id
+
+
+def error_of(error: anthropic.APIStatusError) -> dict[str, Any]:
+    body = cast(dict[str, Any], error.body)
+    assert body["type"] == "error"
+    return cast(dict[str, Any], body["error"])
+
+
+def test_a_bad_stream_is_refused_before_it_begins(client: Anthropic) -> None:
+    with (
+        pytest.raises(anthropic.BadRequestError, match="prompt is too long"),
+        client.messages.stream(**given(messages=[{"role": "user", "content": "word " * 9000}])) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_what_asks_for_nothing_passes(client: Anthropic) -> None:
+    message = ask(
+        client,
+        thinking={"type": "disabled"},
+        tools=[],
+        tool_choice={"type": "auto"},
+        metadata={"user_id": "someone"},
+        service_tier="auto",
+    )
+    assert text_of(message) == ANSWER
+    raw = client.messages.with_raw_response.create(**given(max_tokens=1, extra_body={"frobnicate": 1}))
+    assert raw.headers["x-quire-ignored-fields"] == "frobnicate"
+
+
+def test_a_key_that_is_used_up(server: Server) -> None:
+    with connect(server, SLOW) as trial:
+        ask(trial, max_tokens=1)
+        with pytest.raises(anthropic.RateLimitError, match="requests_per_minute = 1") as info:
+            ask(trial, max_tokens=1)
+    assert error_of(info.value)["type"] == "rate_limit_error"
+    assert 1 <= int(info.value.response.headers["retry-after"]) <= 60
+    assert info.value.response.headers["x-should-retry"] == "true"
+
+
+# Leaving
+
+
+def test_a_stream_closed_early_frees_its_blocks(client: Anthropic, server: Server) -> None:
+    server.wait_free()
+    with client.messages.stream(**given(max_tokens=TOO_MANY, extra_body={"ignore_eos": True})) as stream:
+        for _, _text in zip(range(3), stream.text_stream, strict=False):
+            assert server.stats()["num_running"] == 1
+    server.wait_free()
+
+
+def test_a_worker_that_dies_is_told_and_replaced(client: Anthropic, server: Server) -> None:
+    """The last one here: what was cached is gone with it."""
+    with client.messages.stream(**given(max_tokens=TOO_MANY, extra_body={"ignore_eos": True})) as stream:
+        next(iter(stream.text_stream))
+        os.kill(server.worker_pid, signal.SIGKILL)
+        with pytest.raises(anthropic.APIStatusError, match="SIGKILL") as info:
+            stream.until_done()
+    assert error_of(info.value)["type"] == "api_error"
+    assert text_of(ask(client)) == ANSWER  # waits for the next one

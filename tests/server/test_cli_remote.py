@@ -1,0 +1,165 @@
+"""`quire generate` and `quire chat` with a real server and the real model: what they say is what they say locally."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.cli.runs import Terminal, quire
+from tests.server.rig import Server, serving
+
+KEY = "command-0000-key"
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+GREEDY = ("--temperature", "0", "--max-tokens", "16")
+NOBODY = {"QUIRE_SERVER": "", "QUIRE_API_KEY": ""}
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[Server]:
+    del default_model  # is here now
+    with serving("--api-key", KEY, "--num-blocks", "400", key=KEY) as server:
+        yield server
+
+
+def ask(server: Server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return quire(*arguments, "--server", server.url, "--api-key", KEY, stdin=stdin, env=NOBODY)
+
+
+def document(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert outcome.returncode == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+# generate
+
+
+def test_the_answer_alone_is_on_stdout(server: Server) -> None:
+    outcome = ask(server, "generate", QUESTION, *GREEDY)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
+    server.wait_for("key=key-1 .*completion_tokens=8 ")  # it was the server that said it
+
+
+def test_the_environment_names_the_server(server: Server) -> None:
+    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # as OPENAI_BASE_URL has it
+    outcome = quire("generate", "-", *GREEDY, stdin=f"{QUESTION}\n", env=env)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
+
+
+def test_json_is_what_it_is_locally(server: Server) -> None:
+    """The same seed draws the same answers, there and here. Token ids and ranks are not in the protocol."""
+    options = ("--json", "--seed", "3", "-n", "2", "--max-tokens", "6", "--logprobs", "1")
+    there = document(ask(server, "generate", QUESTION, *options))
+    here = document(quire("generate", QUESTION, *options, "--local", env=NOBODY))
+    assert there.keys() == here.keys()
+    assert there["model"] == here["model"] == DEFAULT_MODEL
+    assert [one["text"] for one in there["completions"]] == [one["text"] for one in here["completions"]]
+    assert [one["finish_reason"] for one in there["completions"]] == ["length", "length"]
+    assert there["usage"].keys() == here["usage"].keys()
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert there["usage"][name] == here["usage"][name]
+    assert there["cache"].keys() == here["cache"].keys()
+    assert there["timings"].keys() == here["timings"].keys()
+    for ours, theirs in zip(there["logprobs"], here["logprobs"], strict=True):
+        assert (ours["text"], ours["bytes"]) == (theirs["text"], theirs["bytes"])
+        assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
+        assert [top["text"] for top in ours["top"]] == [top["text"] for top in theirs["top"]]
+
+
+def test_raw_prompts(server: Server) -> None:
+    raw = ("generate", "The capital of France is", "--raw", "--temperature", "0", "--max-tokens", "2")
+    assert ask(server, *raw).stdout == " Paris.\n"
+    found = document(ask(server, *raw, "--json", "--logprobs", "2"))
+    assert (found["text"], found["finish_reason"]) == (" Paris.", "length")
+    assert [entry["text"] for entry in found["logprobs"]] == [" Paris", "."]
+    assert found["usage"]["cached_tokens"] == found["usage"]["prompt_tokens"] - 1 == 4
+    assert found["cache"]["reason"] == "complete"
+
+
+def test_stop(server: Server) -> None:
+    found = document(ask(server, "generate", QUESTION, *GREEDY, "--stop", " is", "--json"))
+    assert (found["text"], found["finish_reason"]) == ("The capital of France", "stop")
+
+
+def test_what_goes_wrong_is_one_line(server: Server) -> None:
+    wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
+    assert wrong.returncode == 1
+    assert re.fullmatch(r"quire: .*this API key is not known here.*\(HTTP 401.*\)\n", wrong.stderr)
+    without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
+    assert "no API key was sent" in without.stderr
+    assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr
+    model = ask(server, "generate", "Hi", "--model", "someone/else")
+    assert model.returncode == 2
+    assert f"has no model 'someone/else', only {DEFAULT_MODEL}" in model.stderr
+    long = ask(server, "generate", "-", stdin="word " * 9000)
+    assert long.returncode == 2
+    assert "8192" in long.stderr
+    for outcome in (wrong, without, model, long):
+        assert outcome.stdout == ""
+        assert outcome.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_work_there(server: Server) -> None:
+    server.wait_free()
+    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
+    command += ["--server", server.url, "--api-key", KEY]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **NOBODY}
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.read(3)
+        assert server.stats()["num_running"] == 1
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130
+    server.wait_free()
+
+
+# chat
+
+
+def test_a_conversation(server: Server) -> None:
+    lines = f"{QUESTION}\nAnd of Italy?\n/stats\n/exit\n"
+    outcome = ask(server, "chat", *GREEDY, stdin=lines)
+    assert outcome.returncode == 0, outcome.stderr
+    first, second, last, turns, cache = outcome.stdout.splitlines()
+    assert first == ANSWER
+    assert "Rome" in second
+    found = re.fullmatch(r"last answer: \d+ tokens, .*; (\d+) of (\d+) prompt tokens cached", last)
+    assert found is not None
+    prompt = len(server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json["tokens"])
+    assert int(found[1]) == prompt + 7  # the first question and the words of its answer
+    assert turns == "conversation: 2 turns, 8192 tokens of context"
+    assert re.fullmatch(r"cache: \d+ of 399 blocks hold earlier text, \d+ evicted; .*", cache) is not None
+
+
+def test_at_a_terminal(server: Server) -> None:
+    """Who answers is said, and Ctrl-C stops the answer but not the conversation."""
+    server.wait_free()
+    options = ("--server", server.url, "--api-key", KEY, "--max-tokens", "2000", "--temperature", "0")
+    terminal = Terminal("chat", *options, env=NOBODY)
+    try:
+        at = terminal.wait_for(f"using {DEFAULT_MODEL} on {server.url}")
+        at = terminal.wait_for("> ", after=at)
+        terminal.type("Write a very long story about a ship.\n")
+        at = terminal.wait_for("ship", after=terminal.wait_for("ship.", after=at))  # the echo, then the answer
+        terminal.type("\x03")
+        at = terminal.wait_for("[stopped]", after=at)
+        server.wait_free()
+        terminal.type(f"/reset\n{QUESTION}\n")
+        at = terminal.wait_for(ANSWER, after=at)
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,41 @@
+"""schemathesis reads /openapi.json and tries everything it can think of, valid and not: nothing may surprise anyone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.server.rig import FAKE, serving
+
+KEY = "sk-admin-canary-1"
+NUM_EXAMPLES = 15  # of each operation, beside those that cover the schema
+# What a schema cannot say makes valid data refused: that a body needs either of two fields, that one field bounds
+# another, which fields of the protocol are known and refused by name. All other checks are on.
+LEFT_OUT = "positive_data_acceptance"
+
+
+def test_schemathesis_finds_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    # The context is short so that answers are, whatever max_tokens says.
+    options = (*FAKE, "--max-model-len", "128", "--admin-api-key", KEY)
+    with serving(str(tiny_model), *options, key=KEY) as server:
+        worker_pid = server.worker_pid
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+        command += ["--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--exclude-checks", LEFT_OUT]
+        command += ["--mode", "all", "--phases", "examples,coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES)]
+        command += ["--seed", "1", "--continue-on-failure", "--no-shrink", "--request-timeout", "30"]
+        command += ["--generation-database", "none", "--no-color"]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+        assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+        generated = re.search(r"(\d+) generated, (\d+) passed", found.stdout)
+        assert generated is not None, found.stdout[-2000:]
+        assert int(generated[1]) > 1000  # it saw all of the schema
+
+        server.wait_free()
+        assert server.worker_pid == worker_pid
+        assert server.get("/health").json["status"] == "ok"
+        assert "Traceback" not in server.log
+        text = server.get("/metrics").body.decode()
+        served = re.findall(r"^quire:request_success_total\{.*\} (\S+)$", text, re.MULTILINE)
+        assert sum(map(float, served)) > 50  # and was not only turned away
