@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from quire.backends.base import Progress
 from quire.engine.client import EngineClient
@@ -45,7 +47,8 @@ OnReady = Callable[[Startup], None]
 
 def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None = None) -> None:
     """Serve until a signal, then drain. Raises what kept it from starting."""
-    started_s = time.monotonic()
+    age_s = process_age_s()
+    started_s = time.monotonic() - age_s
     gate = Gate(
         make_keyring(config.api_keys, config.admin_api_keys, config.api_keys_file, is_shared=config.is_cache_shared),
         config.allowed_origins,
@@ -55,14 +58,25 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
         signal.signal(number, _leave)
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
+    opened_s = time.monotonic()
     text = ModelText.open(config.path, config.names[0])
-    timings = {"tokenizer": time.monotonic() - started_s}
+    timings = {"server": age_s, "tokenizer": time.monotonic() - opened_s}
     main = _Main(config, gate, text, timings, on_ready, on_loading, started_s)
     uvicorn_config = make_config(
         None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
     )
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
         runner.run(main.serve(sockets))
+
+
+def process_age_s() -> float:
+    """How long this process has been starting by now: Python, imports, and the model's download if there was one."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0  # only Linux says so
+    return max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _leave(number: int, frame: object) -> None:
@@ -138,7 +152,9 @@ class _Main:
         warming = asyncio.to_thread(self._warm_up)
         await asyncio.gather(client.start(), warming)
         assert client.facts is not None
-        timings = {**self._timings, **client.facts.timings_s, "all": time.monotonic() - self._started_s}
+        all_s = time.monotonic() - self._started_s
+        timings = {**self._timings, **client.facts.timings_s}
+        timings |= {"worker": max(0.0, all_s - sum(timings.values())), "all": all_s}  # the worker's own start-up
         self._on_ready(Startup(self._config, self._config.names[0], client.facts, timings))
 
     def _warm_up(self) -> None:

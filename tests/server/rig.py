@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -218,3 +219,99 @@ def status_of(answer: bytes) -> int:
     """Of the first line of an answer; 0 where there is none."""
     found = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
     return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer, or what came of it."""
+
+    status: int  # 0: none
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool  # it ended as HTTP says it does
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[tuple[str | None, Any]]:
+        """(event, data as JSON) of server-sent events. Fails at anything that is no whole frame."""
+        *frames, rest = self.body.split(b"\n\n")
+        assert not rest, f"half a frame: {rest[-200:]!r}"
+        found: list[tuple[str | None, Any]] = []
+        for frame in frames:
+            if frame.startswith(b":"):
+                continue
+            shape = re.fullmatch(rb"(?:event: (\w+)\n)?data: (.+)", frame)
+            assert shape is not None, frame
+            name = shape[1].decode() if shape[1] else None
+            found.append((name, "[DONE]" if shape[2] == b"[DONE]" else json.loads(shape[2])))
+        return found
+
+    @property
+    def ending(self) -> str:
+        """done, error or broken: how a stream or a plain answer ended."""
+        if not self.is_whole:
+            return "broken"
+        if not self.headers.get("content-type", "").startswith("text/event-stream"):
+            return "done" if self.status == 200 else "error"
+        *_, (name, last) = self.events or [(None, None)]
+        if last == "[DONE]" or name == "message_stop":
+            return "done"
+        return "error" if last is not None and "error" in last else "broken"
+
+
+def request_bytes(path: str, body: object, *, key: str | None = None, method: str = "POST") -> bytes:
+    data = json.dumps(body).encode()
+    who = "" if key is None else f"authorization: Bearer {key}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{who}content-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def read_reply(reader: asyncio.StreamReader, on_data: Callable[[bytes], object] = len) -> Reply:
+    """One answer. `on_data` sees each piece of the body as it comes."""
+    status, headers, body = 0, {}, b""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = status_of(head)
+        lines = [line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:] if line]
+        headers = {name.lower(): value.strip() for name, _, value in lines}
+        if headers.get("transfer-encoding") != "chunked":
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            return Reply(status, headers, body, True)
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            piece = await reader.readexactly(size + 2)
+            body += piece[:-2]
+            on_data(piece[:-2])
+        await reader.readexactly(2)
+        return Reply(status, headers, body, True)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return Reply(status, headers, body, False)
+
+
+async def ask_async(
+    server: Server, path: str, body: object, *, on_data: Callable[[bytes], object] = len, method: str = "POST"
+) -> Reply:
+    """On a connection of its own."""
+    try:
+        reader, writer = await asyncio.open_connection(*server.address, limit=1 << 24)
+    except ConnectionError:
+        return Reply(0, {}, b"", False)
+    try:
+        writer.write(request_bytes(path, body, key=server.key, method=method))
+        return await read_reply(reader, on_data)
+    finally:
+        writer.transport.abort()
+
+
+def put_away(server: Server) -> None:
+    """A server that was spawned, whatever became of it: nothing of it stays."""
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.wait(20)
+    for thread in server._readers:
+        thread.join(10)
+    for stream in (server.process.stdout, server.process.stderr):
+        if stream is not None:
+            stream.close()

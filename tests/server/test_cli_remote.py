@@ -95,19 +95,16 @@ def test_stop(server: Server) -> None:
 
 def test_what_goes_wrong_is_one_line(server: Server) -> None:
     wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert wrong.returncode == 1
-    assert re.fullmatch(r"quire: .*this API key is not known here.*\(HTTP 401.*\)\n", wrong.stderr)
+    assert f"{server.url}: this API key is not known here" in wrong.stderr
     without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
     assert "no API key was sent" in without.stderr
     assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr
     model = ask(server, "generate", "Hi", "--model", "someone/else")
-    assert model.returncode == 2
     assert f"has no model 'someone/else', only {DEFAULT_MODEL}" in model.stderr
     long = ask(server, "generate", "-", stdin="word " * 9000)
-    assert long.returncode == 2
     assert "8192" in long.stderr
     for outcome in (wrong, without, model, long):
-        assert outcome.stdout == ""
+        assert (outcome.returncode, outcome.stdout) == (2, "")
         assert outcome.stderr.count("\n") == 1
 
 
@@ -115,9 +112,8 @@ def test_ctrl_c_ends_the_work_there(server: Server) -> None:
     server.wait_free()
     command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
     command += ["--server", server.url, "--api-key", KEY]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **NOBODY}
-    ) as run:
+    env = {**os.environ, **NOBODY}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as run:
         assert run.stdout is not None
         assert run.stdout.read(3)
         assert server.stats()["num_running"] == 1
@@ -158,7 +154,7 @@ def test_at_a_terminal(server: Server) -> None:
         at = terminal.wait_for("[stopped]", after=at)
         server.wait_free()
         terminal.type(f"/reset\n{QUESTION}\n")
-        at = terminal.wait_for(ANSWER, after=at)
+        terminal.wait_for("> ", after=terminal.wait_for(ANSWER, after=at))
         terminal.type("\x04")
         assert terminal.exit_code() == 0
     finally:

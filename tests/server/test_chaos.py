@@ -1,0 +1,670 @@
+"""Clients that vanish, stall and flood; a worker that dies or hangs; signals at any moment. Nothing is held afterwards.
+
+Everything goes over real sockets to a real server. Limits in time are several times what it should take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES
+from tests.server.rig import (
+    FAKE,
+    Reply,
+    Server,
+    ask_async,
+    children,
+    put_away,
+    read_reply,
+    request_bytes,
+    serving,
+    spawn,
+    wait_ready,
+)
+
+SEED = 20_261_115
+NUM_DISCONNECTS = 2_000
+NUM_SIGTERMS = 50
+
+
+def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
+    """A request that goes on to its last token."""
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": max_tokens, "stream": stream, "ignore_eos": True, **more}
+    if path == COMPLETIONS:
+        return body | {"prompt": text}
+    return body | {"messages": [{"role": "user", "content": text}]}
+
+
+def is_healthy(server: Server) -> bool:
+    try:
+        return server.get("/health", timeout_s=5).status == 200
+    except OSError:
+        return False
+
+
+def wait_until(is_so: Callable[[], object], limit_s: float, what: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not in {limit_s} s: {what}"
+        time.sleep(0.02)
+
+
+# Disconnects
+
+
+@pytest.fixture(scope="module")
+def busy(tiny_model: Path) -> Iterator[Server]:
+    """Few run at once, so that a queue forms; prompts are read in small pieces, so that one can leave in prefill."""
+    options = ("--device", "2ms", "--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
+    with serving(str(tiny_model), *FAKE, *options, "--max-queue", "2000") as server:
+        yield server
+
+
+class Leaver:
+    """Clients that go away at a random moment in a random way."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._server = server
+        self._random = random.Random(seed)
+
+    def leave_often(self, count: int) -> None:
+        for _ in range(count):
+            sock = self._server.raw()
+            try:
+                self._begin(sock)
+                self._end(sock)
+            except OSError:
+                pass  # the server was quicker
+            finally:
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Send a request, or part of it, and wait for part of the answer, or not."""
+        chance = self._random
+        path = chance.choice((CHAT, COMPLETIONS, MESSAGES))
+        more: dict[str, Any] = {} if path == MESSAGES else {"n": chance.choice((1, 1, 1, 3))}
+        if chance.random() < 0.2:
+            more["cache_salt"] = f"s{chance.randrange(3)}"
+        text = "word " * chance.choice((1, 5, 40, 150))
+        request = request_bytes(
+            path, body_for(path, text, chance.choice((1, 5, 200)), stream=chance.random() < 0.6, **more)
+        )
+        moment = chance.choice(("head", "body", "sent", "waited", "read", "read", "pipelined"))
+        if moment in ("head", "body"):
+            head = request.index(b"\r\n\r\n")
+            sock.sendall(
+                request[: chance.randrange(head) if moment == "head" else chance.randrange(head, len(request))]
+            )
+            return
+        sock.sendall(request * (3 if moment == "pipelined" else 1))
+        if moment == "waited":
+            time.sleep(chance.random() * 0.03)
+        elif moment == "read":
+            sock.settimeout(0.5)
+            sock.recv(chance.choice((1, 100, 3000)))
+
+    def _end(self, sock: socket.socket) -> None:
+        how = self._random.choice(("fin", "reset", "half"))
+        if how == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif how == "half":
+            sock.shutdown(socket.SHUT_WR)
+            if self._random.random() < 0.2:
+                time.sleep(0.01)
+
+
+def num_aborted(server: Server) -> float:
+    text = server.get("/metrics").body.decode()
+    found = re.findall(r'^quire:request_success_total\{.*finished_reason="abort".*\} (\S+)$', text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
+    process = psutil.Process(busy.process.pid)
+    busy.chat()
+    num_files, worker_pid = process.num_fds(), busy.worker_pid
+    num_threads = 10
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in [
+            pool.submit(Leaver(busy, SEED + i).leave_often, NUM_DISCONNECTS // num_threads) for i in range(num_threads)
+        ]:
+            done.result()
+    stats = busy.wait_free(60)
+    assert stats["num_free"] == stats["num_blocks"] - stats.get("num_pinned", 0)
+    assert stats["num_shared"] == 0
+    assert busy.worker_pid == worker_pid
+    assert num_aborted(busy) > NUM_DISCONNECTS / 4  # many left while they were being served
+    wait_until(
+        lambda: process.num_fds() <= num_files + 2, 15, f"files closed again: {process.num_fds()}, not {num_files}"
+    )
+    assert busy.chat().status == 200
+    assert "Traceback" not in busy.log
+    assert " ERROR " not in busy.log
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
+def test_a_client_that_leaves_frees_its_blocks_long_before_its_answer_is_done(
+    busy: Server, path: str, is_streaming: bool
+) -> None:
+    """Its answer would take 6 s; waiting for it would take longer than the limit."""
+    sock = busy.send_request(body_for(path, "Hello", 3000, stream=is_streaming), path)
+    wait_until(lambda: busy.stats()["num_running"], 10, "it runs")
+    left_s = time.monotonic()
+    sock.close()
+    busy.wait_free(5)
+    assert time.monotonic() - left_s < 5
+
+
+def test_a_client_that_leaves_the_queue_is_not_computed(busy: Server) -> None:
+    runners = [busy.send_request(body_for(CHAT, f"Runner {i}", 3000)) for i in range(6)]
+    wait_until(lambda: busy.stats()["num_running"] == 6, 10, "the machine is full")
+    waiters = [busy.send_request(body_for(CHAT, f"Waiter {i}", 3000, stream=i % 2 == 0)) for i in range(20)]
+    wait_until(lambda: busy.stats()["num_waiting"] == 20, 10, "they wait")
+    for waiter in waiters:
+        waiter.close()
+    wait_until(lambda: busy.stats()["num_waiting"] == 0, 10, "nobody waits")
+    assert busy.stats()["num_running"] == 6
+    for runner in runners:
+        runner.close()
+    busy.wait_free(10)
+
+
+def test_pipelined_requests_are_answered_in_order_and_cancelled_together(busy: Server) -> None:
+    async def answered() -> list[str]:
+        reader, writer = await asyncio.open_connection(*busy.address)
+        for i in range(20):
+            writer.write(request_bytes(COMPLETIONS, body_for(COMPLETIONS, f"{i}", 2, stream=i % 2 == 0, echo=True)))
+        texts = []
+        for i in range(20):
+            reply = await read_reply(reader)
+            assert reply.ending == "done"
+            chunks = [data for _, data in reply.events if data != "[DONE]"] if i % 2 == 0 else [reply.json]
+            texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
+        writer.close()
+        return texts
+
+    for i, text in enumerate(asyncio.run(answered())):
+        assert text.startswith(f"{i}")
+    sock = busy.raw()
+    sock.sendall(
+        request_bytes(CHAT, body_for(CHAT, "first", 3000)) + request_bytes(CHAT, body_for(CHAT, "second", 3000))
+    )
+    wait_until(lambda: busy.stats()["num_running"], 10, "the first one runs")
+    sock.close()
+    busy.wait_free(5)
+
+
+def test_it_listens_in_one_place_on_this_machine(busy: Server) -> None:
+    found = []
+    for pid in (busy.process.pid, *children(busy.process.pid)):
+        found += [one for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        found += [one for one in psutil.Process(pid).net_connections("inet") if one.type == socket.SOCK_DGRAM]
+    assert [tuple(one.laddr) for one in found] == [busy.address]
+    assert busy.address[0] == "127.0.0.1"
+
+
+# Many at once
+
+
+def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> None:
+    rng = random.Random(SEED)
+    bodies = []
+    for i in range(200):
+        path = (CHAT, COMPLETIONS, MESSAGES, CHAT)[i % 4]
+        text = f"Question {i % 50}: " + "why " * rng.randrange(30)
+        bodies.append((path, body_for(path, text, rng.randrange(1, 80), seed=i, temperature=1.0)))
+
+    async def ask_all(server: Server, *, stream: bool) -> list[Reply]:
+        return await asyncio.gather(*(ask_async(server, path, {**body, "stream": stream}) for path, body in bodies))
+
+    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", "--max-num-seqs", "200") as server:
+        streamed = asyncio.run(ask_all(server, stream=True))
+        whole = asyncio.run(ask_all(server, stream=False))
+        server.wait_free()
+    for (path, body), stream, answer in zip(bodies, streamed, whole, strict=True):
+        assert (stream.status, stream.ending, answer.status) == (200, "done", 200), (stream, answer)
+        text, ids = text_of(path, stream)
+        assert len(ids) == 1
+        said = answer.json
+        if path == MESSAGES:
+            assert text == said["content"][0]["text"]
+            assert said["usage"]["output_tokens"] == body["max_tokens"]
+        else:
+            (choice,) = said["choices"]
+            assert text == (choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+            assert said["usage"]["completion_tokens"] == body["max_tokens"]
+    assert len({text_of(path, stream)[1].pop() for (path, _), stream in zip(bodies, streamed, strict=True)}) == 200
+
+
+def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
+    """What it says, and the ids its chunks have."""
+    events = [(name, data) for name, data in stream.events if data != "[DONE]"]
+    if path == MESSAGES:
+        names = [name for name, _ in events]
+        assert names[:2] == ["message_start", "content_block_start"]
+        assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        text = "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta")
+        return text, {events[0][1]["message"]["id"]}
+    choices = [choice for _, data in events for choice in data["choices"]]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    pieces = [choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices]
+    return "".join(pieces), {data["id"] for _, data in events}
+
+
+# A worker that dies or hangs
+
+
+@pytest.fixture(scope="module")
+def fragile(tiny_model: Path) -> Iterator[Server]:
+    options = ("--device", "5ms", "--max-num-seqs", "16", "--hang-limit", "2", "--keep-alive-interval", "30")
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        yield server
+
+
+class Watch(threading.Thread):
+    """What /health says, again and again."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._is_over = threading.Event()
+        self.found: set[tuple[int, str]] = set()
+
+    def run(self) -> None:
+        while not self._is_over.is_set():
+            answer = self._server.get("/health", timeout_s=10)
+            self.found.add((answer.status, answer.json["status"]))
+            time.sleep(0.005)
+
+    def finish(self) -> None:
+        self._is_over.set()
+        self.join(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Server, number: signal.Signals) -> None:
+    """16 run and 8 wait; half of each kind speaks each protocol, and some do not stream."""
+    requests = [((CHAT, MESSAGES, COMPLETIONS, CHAT)[i % 4], i % 4 != 3) for i in range(24)]
+    worker_pid = fragile.worker_pid
+    watch = Watch(fragile)
+    watch.start()
+
+    async def lose() -> tuple[list[Reply], float]:
+        asked = [
+            asyncio.create_task(ask_async(fragile, path, body_for(path, f"{i}", 3900, stream=stream)))
+            for i, (path, stream) in enumerate(requests)
+        ]
+        deadline = time.monotonic() + 20
+        while (stats := await asyncio.to_thread(fragile.stats))["num_running"] < 16 or stats["num_waiting"] < 8:
+            assert time.monotonic() < deadline, stats
+            await asyncio.sleep(0.02)
+        os.kill(worker_pid, number)
+        lost_s = time.monotonic()
+        found = await asyncio.wait_for(asyncio.gather(*asked), 30)
+        return found, time.monotonic() - lost_s
+
+    replies, took_s = asyncio.run(lose())
+    assert took_s < 12
+    num_midway = 0
+    for (path, _), reply in zip(requests, replies, strict=True):
+        assert reply.ending == "error", reply
+        if reply.status == 200:
+            num_midway += 1
+            name, error = reply.events[-1]
+            assert (name, error["type"]) == ("error", "error") if path == MESSAGES else name is None
+            assert error["error"]["type"] == ("api_error" if path == MESSAGES else "server_error")
+        else:
+            assert reply.status in (500, 503)
+            error = reply.json["error"]
+        assert error["message"]
+    assert num_midway >= 8  # of 16 that ran, 12 streamed
+    waited = [reply for reply in replies if reply.headers.get("x-should-retry") == "true"]
+    assert len(waited) == 8  # what had not begun may be asked again
+    wait_until(lambda: is_healthy(fragile), 60, "serving again")
+    watch.finish()
+    assert (503, "restarting") in watch.found, watch.found
+    assert {status for status, _ in watch.found} == {200, 503}
+    assert fragile.chat().status == 200
+    fragile.wait_free()
+    assert fragile.worker_pid != worker_pid
+    assert not psutil.pid_exists(worker_pid)
+
+
+# Overload
+
+
+def test_overload_is_refused_fast_while_the_rest_is_served(tiny_model: Path) -> None:
+    """Six can be taken at a time, sixty ask."""
+    options = ("--device", "2ms", "--max-num-seqs", "2", "--max-queue", "4")
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        peak, _ = asyncio.run(flood(server, num_clients=6, seconds=2.0))
+        served, refused = asyncio.run(flood(server, num_clients=60, seconds=4.0))
+        server.wait_free()
+        assert server.chat().status == 200
+    assert len(served) / 4.0 > len(peak) / 2.0 * 0.3
+    assert len(refused) > len(served)
+    for path, reply, _ in refused:
+        assert reply.status == (529 if path == MESSAGES else 429)
+        assert 1 <= int(reply.headers["retry-after"]) <= 120
+        assert reply.headers["x-should-retry"] == "true"
+        assert reply.json["error"]["type"] == ("overloaded_error" if path == MESSAGES else "rate_limit_error")
+    assert {path for path, _, _ in refused} == {CHAT, MESSAGES}
+    took_s = sorted(took_s for _, _, took_s in refused)
+    assert took_s[int(len(took_s) * 0.99)] < 3.0
+
+
+Flooded = list[tuple[str, Reply, float]]
+
+
+async def flood(server: Server, *, num_clients: int, seconds: float) -> tuple[Flooded, Flooded]:
+    served: Flooded = []
+    refused: Flooded = []
+    end_s = time.monotonic() + seconds
+
+    async def ask_again(number: int) -> None:
+        path = (CHAT, MESSAGES)[number % 2]
+        while time.monotonic() < end_s:
+            started_s = time.monotonic()
+            reply = await ask_async(server, path, body_for(path, f"{number}", 20, stream=number % 3 == 0))
+            took_s = time.monotonic() - started_s
+            (served if reply.ending == "done" else refused).append((path, reply, took_s))
+            await asyncio.sleep(0 if reply.status == 200 else 0.1)
+
+    await asyncio.gather(*(ask_again(number) for number in range(num_clients)))
+    return served, refused
+
+
+def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
+    options = ("--device", "5ms", "--max-num-seqs", "1", "--queue-timeout", "1.5", "--keep-alive-interval", "0.5")
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        first = server.send_request(body_for(CHAT, "first", 3900))
+        wait_until(lambda: server.stats()["num_running"], 10, "the first one runs")
+
+        async def wait_all() -> list[Reply]:
+            asked = [(CHAT, False), (MESSAGES, False), (CHAT, True), (MESSAGES, True)]
+            return await asyncio.gather(
+                *(ask_async(server, path, body_for(path, "x", 5, stream=s)) for path, s in asked)
+            )
+
+        openai, anthropic, openai_stream, anthropic_stream = asyncio.run(wait_all())
+        assert (openai.status, anthropic.status) == (429, 529)
+        assert int(openai.headers["retry-after"]) >= 1
+        assert int(anthropic.headers["retry-after"]) >= 1
+        for stream in (openai_stream, anthropic_stream):  # their heads went out with the first keep-alive
+            assert stream.status == 200
+            assert stream.body.startswith(b": keep-alive\n\n")
+            assert stream.ending == "error"
+        assert openai_stream.events[-1][1]["error"]["code"] == "server_overloaded"
+        assert anthropic_stream.events[-1][1]["error"]["type"] == "overloaded_error"
+        assert server.stats()["num_waiting"] == 0
+        first.close()
+        server.wait_free()
+
+
+# Slow clients
+
+
+@pytest.fixture(scope="module")
+def patient(tiny_model: Path) -> Iterator[Server]:
+    """With little patience, in truth."""
+    times = ("--header-timeout", "1", "--body-timeout", "1", "--slow-client-timeout", "1")
+    with serving(str(tiny_model), *FAKE, "--device", "1ms", *times, "--max-connections", "300") as server:
+        yield server
+
+
+def test_who_does_not_read_is_cut_and_nobody_else_is(patient: Server) -> None:
+    sleeper = socket.socket()
+    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sleeper.connect(patient.address)
+    body = body_for(CHAT, "Tell me all", 3000, n=8, logprobs=True, top_logprobs=20)  # 60 MB, more than any buffer
+    patient.send_request(body, sock=sleeper)
+
+    other = asyncio.run(ask_async(patient, CHAT, body_for(CHAT, "And me?", 1500)))
+    assert other.ending == "done"
+    patient.wait_for("nothing was read for 1 s: cut", 30)
+    patient.wait_free(10)
+    sleeper.settimeout(10)
+    received = 0
+    try:
+        while data := sleeper.recv(1 << 16):
+            received += len(data)
+            assert b"[DONE]" not in data
+    except ConnectionResetError:
+        pass
+    sleeper.close()
+    assert received
+
+
+def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:
+    """Slower than the answer is made, but never still for as long as the limit."""
+
+    async def sip() -> Reply:
+        reader, writer = await asyncio.open_connection(*patient.address, limit=1 << 14)
+        writer.write(request_bytes(CHAT, body_for(CHAT, "Slowly", 300, n=4, logprobs=True, top_logprobs=20)))
+        num_pieces = 0
+
+        def count(_: bytes) -> None:
+            nonlocal num_pieces
+            num_pieces += 1
+            if num_pieces % 20 == 0:
+                time.sleep(0.05)  # the whole client stands still, its window fills
+
+        reply = await read_reply(reader, count)
+        writer.transport.abort()
+        return reply
+
+    reply = asyncio.run(sip())
+    assert reply.ending == "done"
+    ends = [
+        choice for _, data in reply.events if data != "[DONE]" for choice in data["choices"] if choice["finish_reason"]
+    ]
+    assert sorted(choice["index"] for choice in ends) == [0, 1, 2, 3]
+
+
+def test_silence_and_half_requests_are_cut(patient: Server) -> None:
+    request = request_bytes(CHAT, body_for(CHAT, "Hi", 5))
+    head = request.index(b"\r\n\r\n") + 4
+    beginnings = (b"", b"GET", request[: head // 2], request[: head - 2], request[:head], request[: head + 10])
+
+    async def dawdle(beginning: bytes, drip: bytes) -> bytes:
+        """Send so much, then a byte now and then; returns what came until it was cut."""
+        reader, writer = await asyncio.open_connection(*patient.address)
+        writer.write(beginning)
+        reading = asyncio.create_task(reader.read())
+        for byte in drip:
+            await asyncio.wait({reading}, timeout=0.3)
+            if reading.done():
+                break
+            writer.write(bytes([byte]))
+        try:
+            return await reading
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.transport.abort()
+
+    async def dawdle_all() -> list[bytes]:
+        silent = [dawdle(beginnings[i % 6], b"") for i in range(180)]
+        dripping = [dawdle(beginnings[i % 6], (request * 2)[len(beginnings[i % 6]) :][:60]) for i in range(12)]
+        good = [ask_async(patient, CHAT, body_for(CHAT, f"{i}", 20)) for i in range(20)]
+        slow = asyncio.gather(*silent, *dripping)
+        for reply in await asyncio.gather(*good):
+            assert reply.ending == "done"
+        return await asyncio.wait_for(slow, 15)
+
+    for answer in asyncio.run(dawdle_all()):
+        assert answer.startswith(b"HTTP/1.1 408 "), answer
+    patient.wait_free()
+
+
+def test_too_many_connections_are_turned_away_and_those_there_stay(patient: Server) -> None:
+    async def crowd() -> list[bytes]:
+        flowing = asyncio.create_task(ask_async(patient, CHAT, body_for(CHAT, "stay", 1000)))
+
+        async def come() -> bytes:
+            try:
+                reader, writer = await asyncio.open_connection(*patient.address)
+            except ConnectionError:
+                return b""
+            try:
+                return await reader.read()
+            except ConnectionError:
+                return b""
+            finally:
+                writer.transport.abort()
+
+        answers = await asyncio.wait_for(asyncio.gather(*(come() for _ in range(400))), 20)
+        assert (await flowing).ending == "done"
+        return answers
+
+    answers = asyncio.run(crowd())
+    assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) >= 100
+    assert sum(answer.startswith(b"HTTP/1.1 408 ") for answer in answers) >= 200
+    assert patient.chat().status == 200
+
+
+# Signals
+
+
+def has_handler(pid: int) -> bool:
+    """Whether the process would notice a SIGTERM."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_somewhere(model: Path, seed: int) -> None:
+    """Start a server, do something or other with it, send it SIGTERM at some moment or other."""
+    rng = random.Random(seed)
+    moment = ("starting", "idle", "streaming", "streaming", "crowded", "twice")[seed % 6]
+    drain = rng.choice(("0", "0.3", "30"))
+    server = spawn(str(model), *FAKE, "--device", "2ms", "--max-num-seqs", "4", "--drain", drain)
+    pid = server.process.pid
+    relatives: list[psutil.Process] = []
+    try:
+        if moment == "starting":
+            wait_until(lambda: has_handler(pid), 60, "it hears signals")
+            time.sleep(rng.random())
+            replies: list[Reply] = []
+        else:
+            wait_ready(server)
+            relatives = family(pid)
+            assert relatives
+            replies = asyncio.run(asking_while_it_ends(server, moment, rng))
+        relatives += family(pid)
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0, f"{moment}: {server.log}"
+        for reply in replies:
+            assert reply.ending in ("done", "error") or reply.status == 0, (moment, reply)
+        _, alive = psutil.wait_procs(relatives, timeout=10)
+        assert not alive, (moment, alive)
+        assert "Traceback" not in server.log, server.log
+    finally:
+        for relative in relatives:
+            if relative.is_running():
+                relative.kill()
+        put_away(server)
+
+
+async def asking_while_it_ends(server: Server, moment: str, rng: random.Random) -> list[Reply]:
+    """What was asked around a SIGTERM. Whoever was let in gets an answer, an error, or was never connected."""
+    num_asked = {"idle": 0, "streaming": 3, "crowded": 12, "twice": 3}[moment]
+    asked: list[asyncio.Task[Reply]] = []
+    for i in range(num_asked):
+        path = (CHAT, MESSAGES, COMPLETIONS)[i % 3]
+        body = body_for(path, f"{i}", rng.choice((5, 100, 1500)), stream=rng.random() < 0.7)
+        asked.append(asyncio.create_task(ask_async(server, path, body)))
+    await asyncio.sleep(rng.random() * 0.3)
+    server.process.send_signal(signal.SIGTERM)
+    if moment == "twice":
+        await asyncio.sleep(rng.random() * 0.3)
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+    return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+
+def test_sigterm_at_fifty_moments(tiny_model: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(end_somewhere, tiny_model, seed) for seed in range(NUM_SIGTERMS)]:
+            done.result()
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--device", "5ms", "--drain", "60") as server:
+        relatives = family(server.process.pid)
+
+        async def drain() -> tuple[Reply, Reply, Reply]:
+            flowing = asyncio.Event()
+            stream = asyncio.create_task(
+                ask_async(server, CHAT, body_for(CHAT, "Hi", 600), on_data=lambda _: flowing.set())
+            )
+            await flowing.wait()
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(server.wait_for, "draining")
+            ready = await ask_async(server, "/ready", None, method="GET")
+            late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
+            return await stream, ready, late
+
+        stream, ready, late = asyncio.run(drain())
+        assert stream.ending == "done"
+        assert (ready.status, ready.json["status"]) == (503, "draining")
+        assert late.status == 503
+        assert late.headers["retry-after"]
+        assert server.process.wait(20) == 0
+        assert not psutil.wait_procs(relatives, timeout=10)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) -> None:
+    """The stream would take 19 s and the drain allows 60."""
+    with serving(str(tiny_model), *FAKE, "--device", "5ms", "--drain", "60") as server:
+
+        async def cut() -> list[Reply]:
+            flowing = asyncio.Event()
+            streams = [
+                asyncio.create_task(
+                    ask_async(server, path, body_for(path, "Hi", 3900), on_data=lambda _: flowing.set())
+                )
+                for path in (CHAT, MESSAGES)
+            ]
+            await flowing.wait()
+            server.process.send_signal(number)
+            await asyncio.to_thread(server.wait_for, "draining")
+            assert not streams[0].done()
+            server.process.send_signal(number)
+            return await asyncio.wait_for(asyncio.gather(*streams), 10)
+
+        for reply in asyncio.run(cut()):
+            assert reply.status in (200, 503)
+            assert reply.ending == "error"
+            text = json.dumps(reply.events[-1][1] if reply.status == 200 else reply.json)
+            assert "shutting down" in text
+        assert server.process.wait(10) == 0
