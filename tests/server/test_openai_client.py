@@ -216,6 +216,21 @@ def test_roles_and_parts(client: OpenAI) -> None:
     assert split.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
+def test_characters_spread_over_tokens(client: OpenAI) -> None:
+    """A chunk never holds part of a character; logprobs show the bytes."""
+    options: dict[str, Any] = {"messages": [{"role": "user", "content": "Repeat exactly: \U0001f600\U0001f600"}]}
+    answer = chat(client, logprobs=True, max_tokens=9, **options)
+    text = answer.choices[0].message.content or ""
+    assert "\U0001f600" in text
+    assert answer.choices[0].logprobs is not None
+    entries = answer.choices[0].logprobs.content or []
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == text
+    assert any(entry.token.startswith("bytes:") for entry in entries)
+    chunks = chat_chunks(client, max_tokens=9, **options)
+    assert text_of(chunks) == text
+    assert not any("\ufffd" in (chunk.choices[0].delta.content or "") for chunk in chunks)
+
+
 # How many, how long
 
 
@@ -438,6 +453,26 @@ def test_prompt_cache_key_pins(client: OpenAI, server: Server) -> None:
     finally:
         assert server.post("/v1/cache/clear").json == {"cleared": True}
     assert server.stats()["num_pins"] == server.stats()["num_pinned"] == 0
+
+
+def test_a_breakpoint_pins_what_comes_before_it(client: OpenAI, server: Server) -> None:
+    facts = "Facts: " + " ".join(f"{i} is less than {i + 1}." for i in range(12))
+    mark = {"type": "text", "text": facts, "prompt_cache_breakpoint": {"ttl": "1h"}}
+    block_size = server.stats()["block_size"]
+
+    def asked(question: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [mark, {"type": "text", "text": question}]}]
+
+    try:
+        first = chat(client, messages=asked(" Why?"), max_tokens=1)
+        kept = common(tokens_of(server, messages=asked(" Why?")), tokens_of(server, messages=asked(" And so?")))
+        stats = server.stats()
+        assert (stats["num_pins"], stats["num_pinned"]) == (1, kept // block_size)
+        assert kept // block_size >= 2
+        second = chat(client, messages=asked(" And so?"), max_tokens=1)
+        assert cached(second) == kept > cached(first)
+    finally:
+        server.post("/v1/cache/clear")
 
 
 # Urgency

@@ -1,0 +1,446 @@
+"""Who gets in, to what, and what they learn of each other. Deny by default, on every route there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from http.client import HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.app import ENDPOINTS, Access, Endpoint
+from tests.server.corpus import CHAT, EXPLAIN, GOOD, MESSAGES
+from tests.server.rig import FAKE, Answer, Server, put_away, serving, spawn
+
+ALICE, BOB, ADMIN = "sk-alice-00000001", "sk-bob-000000002", "sk-admin-0000003"
+LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 8  # some 200 tokens, several blocks
+TRICKS = (
+    *(
+        "//v1/models",
+        "/v1/../health",
+        "/health/../v1/models",
+        "/v1/%2e%2e/health",
+        "/health/",
+        "/health%00",
+        "//health",
+    ),
+    *("/Health", "/health;/../v1/models", "/nothing", "/", "/v1", "/metrics/", "/%2fhealth", "/health%2f..%2fmetrics"),
+)
+
+
+def path_of(endpoint: Endpoint) -> str:
+    return endpoint.path.replace("{model:path}", "tiny")
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model: Path) -> Iterator[Server]:
+    """With keys."""
+    keys = ("--api-key", ALICE, "--api-key", BOB, "--admin-api-key", ADMIN)
+    with serving(str(tiny_model), *FAKE, *keys, key=ALICE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def open_server(tiny_model: Path) -> Iterator[Server]:
+    """Without keys."""
+    with serving(str(tiny_model), *FAKE) as server:
+        yield server
+
+
+def refused(answer: Answer, status: int) -> bool:
+    if answer.status != status:
+        return False
+    return answer.body == b"" or "message" in answer.json["error"]
+
+
+NO_KEYS: dict[str, dict[str, str]] = {
+    "none": {"authorization": ""},
+    "unknown": {"authorization": "Bearer sk-mallory-000009"},
+    "empty": {"authorization": "Bearer "},
+    "basic": {"authorization": f"Basic {ALICE}"},
+    "bare": {"authorization": ALICE},
+    "in capitals": {"authorization": f"Bearer {ALICE.upper()}"},
+    "cut short": {"authorization": f"Bearer {ALICE[:-1]}"},
+    "too long": {"authorization": f"Bearer {ALICE}x"},
+    "two in one": {"authorization": f"Bearer {ALICE},{BOB}"},
+    "not ASCII": {"authorization": "Bearer \xff\xfe" + ALICE},
+    "huge": {"authorization": "Bearer " + "k" * 30_000},
+    "x-api-key unknown": {"x-api-key": "sk-mallory-000009"},
+    "x-api-key empty": {"x-api-key": ""},
+    "wrong before right": {"authorization": "Bearer sk-mallory-000009", "x-api-key": ALICE},
+    "cookie": {"authorization": "", "cookie": f"key={ALICE}; authorization=Bearer {ALICE}"},
+    "another header": {"authorization": "", "x-forwarded-authorization": f"Bearer {ALICE}", "api-key": ALICE},
+    "host of the machine": {"authorization": "", "host": "localhost"},
+    "host tricks": {"authorization": "", "host": "localhost/health?"},
+    "forwarded for": {"authorization": "", "x-forwarded-for": "127.0.0.1", "x-real-ip": "127.0.0.1"},
+    "rewritten": {"authorization": "", "x-original-url": "/health", "x-rewrite-url": "/health"},
+    "override": {"authorization": "", "x-http-method-override": "GET"},
+}
+
+
+@pytest.mark.parametrize("name", NO_KEYS)
+def test_no_route_but_health_lets_anyone_in_without_a_key(locked: Server, name: str) -> None:
+    for endpoint in ENDPOINTS:
+        body = GOOD.get(endpoint.path)
+        answer = locked.ask(endpoint.method, path_of(endpoint), body, headers=NO_KEYS[name])
+        if endpoint.access is Access.PUBLIC:
+            assert (endpoint.path, answer.status) == ("/health", 200)
+        else:
+            assert refused(answer, 401), (endpoint.path, answer)
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert ALICE not in answer.body.decode()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "POST"])
+def test_no_method_is_a_way_round_the_key(locked: Server, method: str) -> None:
+    for path in {path_of(endpoint) for endpoint in ENDPOINTS}:
+        answer = locked.ask(method, path, headers=NO_KEYS["none"])
+        if path == "/health" and method in ("GET", "HEAD"):
+            assert answer.status == 200
+        else:
+            assert refused(answer, 401), (method, path, answer)
+
+
+@pytest.mark.parametrize("path", TRICKS)
+def test_no_path_is_a_way_round_the_key(locked: Server, path: str) -> None:
+    for method in ("GET", "POST", "HEAD", "OPTIONS"):
+        assert refused(locked.ask(method, path, headers=NO_KEYS["none"]), 401), (method, path)
+    assert locked.get(path).status in (404, 405)
+
+
+def test_errors_without_a_key_have_the_shape_of_their_protocol(locked: Server) -> None:
+    openai = locked.post(CHAT, GOOD[CHAT], headers=NO_KEYS["none"]).json
+    assert openai["error"]["code"] == "invalid_api_key"
+    anthropic = locked.post(MESSAGES, GOOD[MESSAGES], headers=NO_KEYS["none"]).json
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
+
+
+def test_a_body_is_not_read_for_someone_without_a_key(locked: Server) -> None:
+    with locked.raw(timeout_s=20) as sock:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16000000\r\n\r\n{")
+        assert sock.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+def test_both_headers_carry_a_key(locked: Server) -> None:
+    for headers in ({"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {BOB} "}, {"x-api-key": BOB}):
+        assert locked.get("/v1/models", headers=headers).status == 200
+
+
+def test_only_an_admin_may_change_the_cache(locked: Server) -> None:
+    admin = [endpoint for endpoint in ENDPOINTS if endpoint.access is Access.ADMIN]
+    assert {endpoint.path for endpoint in admin} == {"/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin"}
+    for endpoint in admin:
+        body = GOOD.get(endpoint.path)
+        for key, status in ((ALICE, 403), (BOB, 403), ("sk-nobody-0000000", 401), (ADMIN, 200)):
+            answer = locked.ask(endpoint.method, endpoint.path, body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status == status, (endpoint.path, answer)
+    assert locked.post(CHAT, GOOD[CHAT], headers={"authorization": f"Bearer {ADMIN}"}).status == 200
+
+
+# Browsers
+
+FOREIGN_HOSTS = (
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "169.254.169.254",
+)
+FOREIGN_HOSTS += (
+    "0.0.0.0",
+    "[::]:80",
+    "user@evil.example",
+    "localhost@evil.example",
+    "[evil",
+    "10.0.0.1",
+    "2130706433",
+)
+
+
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_a_foreign_host_is_refused_without_keys(open_server: Server, host: str) -> None:
+    """A name of someone else's that leads here is how a web page reaches what listens on this machine."""
+    for endpoint in ENDPOINTS:
+        answer = open_server.ask(endpoint.method, path_of(endpoint), GOOD.get(endpoint.path), headers={"host": host})
+        assert refused(answer, 403), (endpoint.path, answer)
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "127.0.0.9:80", "[::1]:8000", "a.localhost"])
+def test_this_machine_has_several_names(open_server: Server, host: str) -> None:
+    assert open_server.get("/v1/models", headers={"host": host}).status == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "file://", "http://[", ""])
+def test_a_foreign_page_is_refused(open_server: Server, locked: Server, origin: str) -> None:
+    for server in (open_server, locked):
+        for endpoint in ENDPOINTS:
+            body = GOOD.get(endpoint.path)
+            answer = server.ask(endpoint.method, path_of(endpoint), body, headers={"origin": origin})
+            assert refused(answer, 403), (endpoint.path, answer)
+            assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_its_own_page_is_not_foreign(open_server: Server) -> None:
+    host = "{}:{}".format(*open_server.address)
+    assert open_server.get("/docs", headers={"origin": f"http://{host}", "host": host}).status == 200
+
+
+def test_no_answer_has_cors_headers_unless_asked_for(open_server: Server, tiny_model: Path) -> None:
+    ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    for method in ("OPTIONS", "POST"):
+        answer = open_server.ask(method, CHAT, headers=ask)
+        assert answer.status == 403
+        assert not any(name.startswith("access-control") for name in answer.headers)
+    with serving(str(tiny_model), *FAKE, "--allowed-origins", "https://page.example", "--api-key", ALICE) as server:
+        preflight = server.ask("OPTIONS", CHAT, headers=ask)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        server.key = ALICE
+        answer = server.post(CHAT, GOOD[CHAT], headers={"origin": "https://page.example"})
+        assert answer.status == 200
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        assert "access-control-allow-credentials" not in answer.headers
+        other = server.post(CHAT, GOOD[CHAT], headers={"origin": "https://evil.example"})
+        assert other.status == 403
+        assert "access-control-allow-origin" not in other.headers
+        assert server.ask("OPTIONS", CHAT, headers=ask | {"origin": "https://evil.example"}).status in (400, 403)
+
+
+# What it will not start with
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--host", "0.0.0.0"), "API key"),
+        (("--host", "::"), "API key"),
+        (("--host", "192.0.2.1"), "API key"),
+        (("--host", "0.0.0.0", "--api-key", "short"), "8"),
+        (("--api-key", ALICE, "--api-key", ALICE), "same key"),
+        (("--port", "70000"), "--port"),
+        (("--max-queue", "0"), "--max-queue"),
+        (("--drain", "-1"), "--drain"),
+        (("--api-keys-file", "no/such/file.yaml"), "no/such/file.yaml"),
+        (("--ssl-certfile", "no/such.pem"), "ssl"),
+        (("--config", "no/such.yaml"), "no/such.yaml"),
+    ],
+)
+def test_it_refuses_to_start(tiny_model: Path, options: tuple[str, ...], says: str) -> None:
+    server = spawn(str(tiny_model), *FAKE, *options)
+    try:
+        assert server.process.wait(60) not in (0, -15)
+    finally:
+        put_away(server)
+    assert says in server.log
+    assert "Traceback" not in server.log
+    assert ALICE not in server.log
+
+
+def test_all_addresses_with_a_key_are_fine(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--host", "0.0.0.0", "--api-key", ALICE) as server:
+        assert server.get("/health").status == 200
+        assert server.get("/v1/models").status == 401
+        assert server.get("/v1/models", headers={"x-api-key": ALICE, "host": "box.example"}).status == 200
+
+
+# Tenants
+
+
+def cached(server: Server, key: str, text: str = LONG, **more: Any) -> int:
+    body = {**GOOD[CHAT], "messages": [{"role": "user", "content": text}], **more}
+    answer = server.post(CHAT, body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status == 200, answer
+    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def explained(server: Server, key: str, text: str = LONG, **more: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    return server.post(EXPLAIN, body, headers={"authorization": f"Bearer {key}"}).json
+
+
+def test_tenants_share_no_cached_prefix(locked: Server) -> None:
+    assert cached(locked, ALICE) == 0
+    assert cached(locked, ALICE) >= 128
+    nothing = explained(locked, BOB)
+    assert nothing["matched_tokens"] == 0
+    fresh = explained(locked, BOB, "x" + LONG)
+    assert (nothing["reason"], nothing["stopped_at"]) == (fresh["reason"], fresh["stopped_at"])
+    assert cached(locked, BOB) == 0
+    assert cached(locked, ADMIN) == 0
+    assert cached(locked, BOB) >= 128
+    messages = {**GOOD[MESSAGES], "messages": [{"role": "user", "content": LONG}]}
+    usage = locked.post(MESSAGES, messages, headers={"x-api-key": BOB}).json["usage"]
+    assert usage["cache_read_input_tokens"] >= 128  # the same tenant, another protocol
+
+
+def test_a_salt_parts_what_one_key_has(locked: Server) -> None:
+    text = "salted: " + LONG
+    assert cached(locked, ALICE, text, cache_salt="one") == 0
+    assert cached(locked, ALICE, text, cache_salt="two") == 0
+    assert cached(locked, ALICE, text) == 0
+    assert cached(locked, ALICE, text, cache_salt="one") >= 128
+    assert cached(locked, BOB, text, cache_salt="one") == 0
+    assert explained(locked, ALICE, text, cache_salt="three")["matched_tokens"] == 0
+    assert explained(locked, ALICE, text, cache_salt="two")["matched_tokens"] >= 128
+
+
+def test_tenants_share_when_told_to(tiny_model: Path) -> None:
+    keys = ("--api-key", ALICE, "--api-key", BOB, "--share-prefix-cache")
+    with serving(str(tiny_model), *FAKE, *keys, key=ALICE) as server:
+        assert cached(server, ALICE) == 0
+        assert cached(server, BOB) >= 128
+        assert explained(server, BOB)["matched_tokens"] >= 128
+        assert cached(server, BOB, cache_salt="mine") == 0
+
+
+# Tiers and limits
+
+KEYS = """
+keys:
+  - {key: sk-fast-00000001, name: fast, tier: high}
+  - {key: sk-plain-0000001, name: plain}
+  - {key: sk-batch-0000001, name: batch, tier: low}
+  - {key: sk-rate-00000001, name: rate, requests_per_minute: 2}
+  - {key: sk-tokens-000001, name: tokens, tokens_per_minute: 40}
+  - {key: sk-one-000000001, name: one, max_requests: 1}
+  - {key: sk-boss-00000001, name: boss, admin: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text(KEYS)
+    options = ("--api-keys-file", str(path), "--device", "2ms", "--log-format", "json")
+    with serving(str(tiny_model), *FAKE, *options, key="sk-plain-0000001") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("key", "wish", "tier"),
+    [
+        ("sk-fast-00000001", {}, "high"),
+        ("sk-fast-00000001", {"priority": "low"}, "low"),
+        ("sk-fast-00000001", {"priority": 0}, "normal"),
+        ("sk-fast-00000001", {"service_tier": "flex"}, "low"),
+        ("sk-plain-0000001", {}, "normal"),
+        ("sk-plain-0000001", {"priority": "high"}, "normal"),
+        ("sk-plain-0000001", {"priority": -100}, "normal"),
+        ("sk-plain-0000001", {"service_tier": "priority"}, "normal"),
+        ("sk-plain-0000001", {"service_tier": "flex"}, "low"),
+        ("sk-batch-0000001", {"priority": "high"}, "low"),
+        ("sk-batch-0000001", {"service_tier": "priority", "priority": "normal"}, "low"),
+    ],
+)
+def test_a_request_may_only_lower_the_tier_of_its_key(tiers: Server, key: str, wish: dict[str, Any], tier: str) -> None:
+    answer = tiers.post(CHAT, GOOD[CHAT] | wish, headers={"authorization": f"Bearer {key}"})
+    assert answer.status == 200
+    line = json.loads(tiers.wait_for(answer.headers["x-request-id"], 10))
+    assert line["tier"] == tier
+    assert line["key"] == {"sk-f": "fast", "sk-p": "plain", "sk-b": "batch"}[key[:4]]
+    assert key not in tiers.log
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_key_has_limits_of_its_own(tiers: Server, path: str) -> None:
+    for key, name in (("sk-rate-00000001", "requests_per_minute"), ("sk-tokens-000001", "tokens_per_minute")):
+        answers = [tiers.post(path, GOOD[path], headers={"x-api-key": key}) for _ in range(6)]
+        last = answers[-1]
+        assert last.status == 429, name
+        assert name in last.json["error"]["message"]
+        assert last.json["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(last.headers["retry-after"]) <= 60
+        assert last.headers["x-should-retry"] == "true"
+    assert tiers.post(path, GOOD[path]).status == 200  # nobody else is held back
+
+
+def test_a_key_may_have_so_many_at_once(tiers: Server) -> None:
+    tiers.key = "sk-one-000000001"
+    try:
+        body = {**GOOD[CHAT], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with tiers.send_request(body) as sock:
+            sock.recv(1)
+            second = tiers.post(CHAT, GOOD[CHAT])
+            assert second.status == 429
+            assert "max_requests" in second.json["error"]["message"]
+            assert int(second.headers["retry-after"]) >= 1
+        tiers.key = "sk-plain-0000001"
+        tiers.wait_free(10)
+        tiers.key = "sk-one-000000001"
+        assert tiers.post(CHAT, GOOD[CHAT]).status == 200  # a place is given back by whoever leaves
+    finally:
+        tiers.key = "sk-plain-0000001"
+
+
+def test_an_admin_of_the_file_is_one(tiers: Server) -> None:
+    assert tiers.post("/v1/cache/clear", headers={"x-api-key": "sk-boss-00000001"}).status == 200
+    assert tiers.post("/v1/cache/clear").status == 403
+
+
+# Settings
+
+
+def test_flags_go_before_the_environment_and_it_before_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "quire.yaml"
+    config.write_text(
+        "served_model_name: [from-file]\nmax-model-len: 512\nmax_queue: 7\nnum_blocks: 100\nbackend: fake\n"
+        f"api_key: [{ALICE}]\n"
+    )
+    env = {"QUIRE_MAX_MODEL_LEN": "256", "QUIRE_MAX_QUEUE": "8", "QUIRE_CONFIG": str(config), "QUIRE_PORT": "0"}
+    with serving(str(tiny_model), "--max-queue", "9", env=env, key=ALICE) as server:
+        (model,) = server.get("/v1/models").json["data"]
+        assert model["id"] == "from-file"  # said only there
+        assert model["max_model_len"] == 256  # in the environment too
+        assert "9 more may wait" in server.log  # and as a flag
+        assert server.stats()["num_blocks"] == 99
+        assert server.get("/v1/models", headers=NO_KEYS["none"]).status == 401
+
+
+def test_the_environment_can_say_everything(tiny_model: Path) -> None:
+    env = {"QUIRE_MODEL": str(tiny_model), "QUIRE_BACKEND": "fake", "QUIRE_NUM_BLOCKS": "50"}
+    env["QUIRE_API_KEY"] = f"{ALICE} {BOB}"
+    with serving(env=env) as server:
+        assert server.get("/v1/models").status == 401
+        for key in (ALICE, BOB):
+            assert server.get("/v1/models", headers={"x-api-key": key}).status == 200
+        assert ALICE not in server.log
+
+
+def test_a_file_with_an_option_that_is_none_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "quire.yaml"
+    config.write_text("max_quue: 7\n")
+    server = spawn(str(tiny_model), *FAKE, "--config", str(config))
+    try:
+        assert server.process.wait(60) != 0
+    finally:
+        put_away(server)
+    assert "max_quue" in server.log
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_it_speaks_tls(tiny_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
+    server = spawn(str(tiny_model), *FAKE, "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    try:
+        found = re.search(r"https://127\.0\.0\.1:(\d+)", server.wait_for(r" at https://"))
+        assert found is not None
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = HTTPSConnection("127.0.0.1", int(found[1]), context=context, timeout=20)
+        body = {**GOOD[CHAT], "stream": True}
+        connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert server.stop(20) == 0
+    finally:
+        put_away(server)
