@@ -6,6 +6,7 @@ Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its 
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +116,15 @@ def serve(
     hello: Annotated[bool, Opt("--hello", help="Ask it something once it is up, and show what the cache did.")] = False,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients. Each option is also QUIRE_NAME in the environment."""
-    _serve(dict(locals()))
+    options = dict(locals())
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the server has its own: nothing is under way yet
+        signal.signal(number, _leave)
+    _serve(options)
+
+
+def _leave(number: int, frame: object) -> None:
+    del number, frame
+    raise SystemExit(0)
 
 
 @contextmanager
@@ -177,6 +186,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     draft = ServeConfig(
         path=Path(),
         names=tuple(options["served_model_name"] or (_served_name(options["model"]),)),
+        root=_served_name(options["model"]),
         engine=engine,
         host=options["host"],
         port=options["port"],

@@ -133,6 +133,8 @@ class Gate:
 
     def check(self, call: Call, access: Access) -> None:
         headers = call.request.headers
+        if len(headers.getlist("host")) > 1:
+            raise ApiError(Kind.INVALID, "Host: it is there twice")
         self._check_browser(headers.get("host", ""), headers.get("origin"))
         if access is Access.PUBLIC:
             return
@@ -188,7 +190,7 @@ class Path:
         call = Call(scope, receive, send, service=self._service, limits=self._limits)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not what was typed: it is a label
-        call.dialect = self._first.dialect
+        call.dialect = ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
         try:
             response = await answer(call, self._pass(endpoint))
             if response is not None:

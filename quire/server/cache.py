@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from quire.core.request import check_tokens
-from quire.engine.params import GenerationParams, check_pin_id
+from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.ask import Ask, Prompt
 from quire.server.cache_view import CacheView, view
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 DEFAULT_TTL_S = 300.0
 
 Explanation = CacheView
+Ttl = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_PIN_TTL_S})]
+PinId = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": 256})]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +46,12 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(ExplainRequest, frozen=True, kw_only=True):
-    id: str | None = None  # else made of the content: pinning the same again renews it
-    ttl_s: float | None = None  # by default 300
+    id: PinId | None = None  # else made of the content: pinning the same again renews it
+    ttl_s: Ttl | None = None  # by default 300
 
 
 class UnpinRequest(msgspec.Struct, frozen=True):
-    id: str
+    id: PinId
 
 
 class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +160,8 @@ async def _prompt(call: Call, body: ExplainRequest) -> tuple[tuple[int, ...], st
     if not tokens:
         raise InvalidRequest("prompt has no tokens: at least one is needed")
     check_tokens("prompt", tokens)
+    if (largest := max(tokens)) >= (size := service.text.spec.vocab_size):
+        raise InvalidRequest(f"prompt: token id {largest} is outside the vocabulary of {size}")
     return tokens, service.salt_for(call.key, ask.cache_salt)
 
 

@@ -34,6 +34,7 @@ from quire.server.work import ClientGone, Work
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
 MIB = 1 << 20
+SPOKEN = ("messages", "prompt", "system")  # what people wrote is not repeated in errors: clients log them
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -240,7 +241,7 @@ def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
 
 def _value_at(data: bytes, path: str) -> str | None:
     """What stands there, shortly, where it can be found again."""
-    if "..." in path:
+    if "..." in path or path.startswith(SPOKEN):
         return None
     try:
         value: Any = msgspec.json.decode(data)

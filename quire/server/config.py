@@ -20,6 +20,7 @@ LOG_FORMATS = ("text", "json")
 class ServeConfig:
     path: Path  # of the model
     names: tuple[str, ...]  # it is served as; the first one is said in answers
+    root: str = ""  # what it is called itself
     engine: EngineConfig = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
     port: int = 8000

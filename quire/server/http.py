@@ -170,6 +170,7 @@ class HttpServer(uvicorn.Server):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # it is ending: another signal cannot make it end better
 
     def stop(self) -> None:
         """Begin to end, or hurry."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -54,12 +53,10 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
         config.allowed_origins,
         config.allowed_hosts if config.is_local else ("*",),
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the loop has its own: nothing is under way yet
-        signal.signal(number, _leave)
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
     opened_s = time.monotonic()
-    text = ModelText.open(config.path, config.names[0])
+    text = ModelText.open(config.path, config.root or config.names[0])
     timings = {"server": age_s, "tokenizer": time.monotonic() - opened_s}
     main = _Main(config, gate, text, timings, on_ready, on_loading, started_s)
     uvicorn_config = make_config(
@@ -77,11 +74,6 @@ def process_age_s() -> float:
     except (OSError, ValueError, IndexError):
         return 0.0  # only Linux says so
     return max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _leave(number: int, frame: object) -> None:
-    del number, frame
-    raise SystemExit(0)
 
 
 def _name(path: object) -> str | None:

@@ -215,7 +215,7 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
     if route.answer is not None:
         good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
     if route.streams:
-        events = {"schema": {"type": "string", "description": "Server-sent events, where `stream` is true."}}
+        events = {"schema": {"description": "Server-sent events, where `stream` is true."}}
         good.setdefault("content", {})["text/event-stream"] = events
     responses: Json = {"200": good}
     error: Json = {"$ref": _REF.format(name=ERRORS.get(route.dialect.name, ERRORS["openai"])["title"])}

@@ -64,6 +64,7 @@ class Service:
         self.door = Door(limits.max_queue, limits.max_queued_tokens)
         self.quotas = Quotas()
         self.is_draining = False
+        self._is_cut = False
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -88,7 +89,7 @@ class Service:
     def check_open(self) -> None:
         """Whether anything can be taken now at all."""
         if self.is_draining:
-            raise ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
+            raise _ending()
         self.door.check()
 
     def check_model(self, name: str | None) -> None:
@@ -115,6 +116,8 @@ class Service:
             salt = self.salt_for(caller.key, ask.cache_salt)
             priority = caller.key.priority(ask.priority)
             requests = [await self._request(ask, prompt, priority, salt) for prompt in ask.prompts]
+            if self._is_cut:
+                raise _ending()
             work = Work(self, ask, caller, priority, requests)
             await self._submit(work)
         except BaseException as error:
@@ -249,9 +252,9 @@ class Service:
 
     def cut(self) -> None:
         """End what is left, with an error to each client."""
-        self.is_draining = True
+        self.is_draining = self._is_cut = True
         for work in tuple(self._works):
-            work.fail(ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining"))
+            work.fail(_ending())
 
     async def close(self) -> None:
         self.cut()
@@ -267,6 +270,10 @@ class Service:
         self._num_open -= 1
         if not self._num_open:
             self._is_idle.set()
+
+
+def _ending() -> ApiError:
+    return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
 
 
 def _pin_id(salt: str, kind: str, name: str) -> str:

@@ -17,6 +17,7 @@ from quire.text.tokenizer import Tokenizer, check_text
 from quire.text.vocab_spec import AddedToken
 
 MAX_MESSAGES = 2048
+MAX_PARTS = 2048  # of one message
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_ARGS = 32
 RESERVED_ARGS = frozenset(("messages", "tools", "documents", "add_generation_prompt", "chat_template"))
@@ -56,9 +57,9 @@ class ChatRequest:
     template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            raise InvalidRequest(f"messages has {len(self.messages)} entries, not 1 to {MAX_MESSAGES}")
+        check_messages(self.messages)
         for i, message in enumerate(self.messages):
+            check_parts(message.parts, f"messages[{i}].content")
             _check_message(message, f"messages[{i}]")
         if self.continue_last and self.add_generation_prompt:
             raise InvalidRequest("continue_last and add_generation_prompt exclude each other")
@@ -140,7 +141,8 @@ class ChatTemplate:
         for name in args:
             if name not in self._renderer.variables:
                 known = sorted(name for name in self._renderer.variables if not _is_reserved(name))
-                raise InvalidRequest(f"template_args[{name!r}] is not known to this model's template; it knows {known}")
+                text = f"template_args[{name[:40]!r}] is not known to this model's template"
+                raise InvalidRequest(f"{text}; it knows {known!s:.500}")
         everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
         everything.setdefault("add_generation_prompt", True)
         return self._renderer.check(everything) if is_trial else self._renderer.render(everything)
@@ -202,6 +204,17 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     if first is None or second is None:
         raise InvalidRequest("messages use every private-use character there is")
     return first, second
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """For doors that have work to do on each of them first."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {len(messages)} entries, not 1 to {MAX_MESSAGES}")
+
+
+def check_parts(parts: Sequence[object], path: str) -> None:
+    if len(parts) > MAX_PARTS:
+        raise InvalidRequest(f"{path} has {len(parts)} parts, more than {MAX_PARTS}")
 
 
 def _check_message(message: Message, path: str) -> None:

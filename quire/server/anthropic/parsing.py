@@ -8,7 +8,7 @@ from quire.server.anthropic.support import refuse_unsupported, unsupported
 from quire.server.anthropic.types import BLOCKS, ROLES, Block, CacheControl, CountTokensRequest, MessagesRequest
 from quire.server.ask import Ask, Breakpoint, priority_of
 from quire.server.errors import ApiError, Kind
-from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 
 TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 
@@ -37,8 +37,7 @@ def to_ask(body: MessagesRequest) -> Ask:
 
 def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoint, ...]]:
     """What the model reads, one part a block, and after which parts its cache is to be kept."""
-    if not body.messages:
-        raise ApiError(Kind.INVALID, "messages has 0 entries: at least one is needed", param="messages")
+    check_messages(body.messages)
     turns = _Turns()
     if body.system:
         turns.add(Role.SYSTEM, body.system, "system")
@@ -69,6 +68,7 @@ class _Turns:
         if isinstance(content, str):
             parts.append(Part(content))
             return
+        check_parts(content, path)
         for i, block in enumerate(content):
             if role is Role.ASSISTANT and block.type in _LEFT_OUT:
                 continue

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY
 from quire.server.anthropic.support import refused
 from quire.server.cache_view import CacheView
 from quire.text.chat import MAX_MESSAGES
@@ -17,6 +18,10 @@ from quire.text.stop_strings import MAX_STOPS
 
 BLOCKS = ("text", "thinking", "redacted_thinking")
 ROLES = ("user", "assistant", "system")
+
+
+def _bounds(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
 
 
 def _says(description: str, **schema: Any) -> Meta:
@@ -80,17 +85,17 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     ] = None
     stop_sequences: Annotated[list[str] | None, _says("Strings that end the answer.", maxItems=MAX_STOPS)] = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, _bounds(minimum=0, maximum=100)] | None = None
+    top_k: Annotated[int, _bounds(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
+    top_p: Annotated[float, _bounds(exclusiveMinimum=0, maximum=1)] | None = None
     # Ours
     cache: bool | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
-    min_p: float | None = None
+    min_p: Annotated[float, _bounds(minimum=0, maximum=1)] | None = None
     priority: str | int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    repetition_penalty: Annotated[float, _bounds(minimum=MIN_PENALTY, maximum=100)] | None = None
+    seed: Annotated[int, _bounds(minimum=-(2**63), maximum=2**64 - 1)] | None = None
 
 
 # Answers

@@ -48,7 +48,7 @@ from quire.server.openai.types import (
     ContentPart,
     TopLogprob,
 )
-from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -103,6 +103,7 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 def parse_messages(given: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    check_messages(given)
     return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(given))
 
 
@@ -133,6 +134,7 @@ def _parts(given: ChatMessage, path: str) -> tuple[Part, ...]:
     if isinstance(given.content, str):
         return (Part(given.content),)
     if given.content:
+        check_parts(given.content, f"{path}.content")
         return tuple(_part(part, f"{path}.content[{i}]") for i, part in enumerate(given.content))
     if given.role != "assistant":
         raise InvalidRequest(f"{path}.content is null or has no parts; only an assistant's may")

@@ -95,7 +95,7 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     prompts: list[Prompt] = []
     for i, entry in enumerate(given):
         if isinstance(entry, int) or type(entry) is not type(given[0]):
-            raise InvalidRequest(f"prompt[{i}] = {entry!r:.80} is of another kind than prompt[0]")
+            raise InvalidRequest(f"prompt[{i}] is a {type(entry).__name__}, of another kind than prompt[0]")
         if isinstance(entry, list):
             check_tokens(f"prompt[{i}]", entry)
         prompts.append(entry if isinstance(entry, str) else tuple(entry))

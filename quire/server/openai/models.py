@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from quire.server.openai.types import Model, ModelList
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 
 async def list_models(call: Call) -> Response:
-    return call.json(ModelList(data=[model_entry(call.service, name) for name in call.service.names]))
+    names = call.service.names
+    entries = [model_entry(call.service, name) for name in names]
+    return call.json(ModelList(data=entries, first_id=names[0], last_id=names[-1]))
 
 
 async def get_model(call: Call) -> Response:
@@ -25,4 +28,11 @@ async def get_model(call: Call) -> Response:
 
 
 def model_entry(service: Service, name: str) -> Model:
-    return Model(id=name, created=service.created, root=service.text.name, max_model_len=service.max_context)
+    return Model(
+        id=name,
+        created=service.created,
+        root=service.text.name,
+        max_model_len=service.max_context,
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+    )

@@ -287,11 +287,17 @@ class Model(Struct, kw_only=True):
     owned_by: str = "quire"
     root: Annotated[str, Meta(description="The model this name stands for.")]
     max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most.")]
+    type: Literal["model"] = "model"  # this and the next two for Anthropic's client
+    display_name: str
+    created_at: str
 
 
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: bool = False  # this and the next two for Anthropic's client
+    first_id: str
+    last_id: str
 
 
 class ErrorBody(Struct):
