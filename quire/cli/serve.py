@@ -65,6 +65,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for name in values:
         if name not in known or name == "config":
             raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `quire serve`")
+    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+    for name in repeatable & values.keys():
+        if isinstance(values[name], str):
+            values[name] = [values[name]]
     context.default_map = {**(context.default_map or {}), **values}
     return path
 

@@ -83,6 +83,10 @@ class EngineClient:
         return None if link is None else link.facts
 
     @property
+    def is_caching(self) -> bool:
+        return self._config.is_caching
+
+    @property
     def capacity(self) -> Capacity | None:
         return None if self.facts is None else self.facts.capacity
 

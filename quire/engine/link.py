@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from quire import errors
@@ -23,6 +24,7 @@ from quire.engine.wire import (
     Failed,
     Finish,
     FromWorker,
+    GetStats,
     Load,
     Loading,
     Query,
@@ -32,10 +34,11 @@ from quire.engine.wire import (
     Stepped,
     Working,
 )
-from quire.errors import LostBeforeStart, QuireError, RequestFailed, WorkerDied
+from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 
 LOAD_LIMIT_S = 180.0  # of silence while loading: libraries from a cold disk, then the largest tensor
 MOVING_LIMIT_S = 10.0  # of silence while there is work: it may come back, but nobody should rely on it
+PROBE_ID = 0  # of a question of our own; those of callers count from 1
 STEADY_S = 60.0  # a worker that has been ready for so long did not die of its start
 
 log = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class Link:
         self._alive: dict[int, tuple[Generation, int]] = {}  # request id -> its generation, index of the sample
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._error: QuireError | None = None  # what the worker itself said before it ended
+        self._is_probing = False
         self._has_served = False
         self._ready_s = 0.0
         self.facts: Ready | None = None
@@ -89,7 +93,7 @@ class Link:
 
     @property
     def _is_asked(self) -> bool:
-        return bool(self._alive or self._queries)
+        return bool(self._alive or self._queries or self._is_probing)
 
     def load(self, path: Path, config: EngineConfig) -> None:
         self.process.send(Load(str(path), config))
@@ -112,7 +116,7 @@ class Link:
                 self.process.send(Cancel(request_id))
         if is_alive:
             generation.wake()
-            self._watch()
+            self._leave_alone()
 
     async def ask(self, query: Query) -> Answer:
         if self.process.is_over:
@@ -125,7 +129,10 @@ class Link:
             return await answer
         finally:
             self._queries.pop(query.query_id, None)
-            self._watch()
+            if answer.cancelled():
+                self._leave_alone()
+            else:
+                self._watch()
 
     def fail(self, error: QuireError) -> None:
         """Everything that waits for this worker."""
@@ -158,6 +165,9 @@ class Link:
                 self._watch()
                 if not self.ready.done():
                     self.ready.set_result(None)
+            case Stats(query_id=query_id) if query_id == PROBE_ID:
+                self._is_probing = False
+                self._watch()
             case Explained() | Stats() | CacheAnswer():
                 if (query := self._queries.get(message.query_id)) is not None and not query.done():
                     query.set_result(message)
@@ -209,6 +219,15 @@ class Link:
         is_steady = self.facts is not None and self._loop.time() - self._ready_s > STEADY_S
         self._on_end(self._has_served or is_steady)
         self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason}; another takes its place"))
+
+    def _leave_alone(self) -> None:
+        """Someone stopped waiting. If nobody else waits, ask once more, or a worker whose clients lose patience before
+        we do would never be found to hang."""
+        if not self._is_asked:
+            self._is_probing = True
+            with suppress(QueueFull):
+                self.process.send(GetStats(PROBE_ID))
+        self._watch()
 
     def _watch(self) -> None:
         """Loading has its own limit."""

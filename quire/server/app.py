@@ -133,15 +133,17 @@ class Gate:
 
     def check(self, call: Call, access: Access) -> None:
         headers = call.request.headers
-        if len(headers.getlist("host")) > 1:
-            raise ApiError(Kind.INVALID, "Host: it is there twice")
+        num_hosts = len(headers.getlist("host"))
+        if num_hosts > 1 or (num_hosts == 0 and call.request.scope["http_version"] != "1.0"):
+            raise ApiError(Kind.INVALID, f"Host: it is there {num_hosts} times, not once")
         self._check_browser(headers.get("host", ""), headers.get("origin"))
         if access is Access.PUBLIC:
             return
-        key = self.keys.find(presented(call.request.scope["headers"]))
+        secrets = presented(call.request.scope["headers"])
+        found = [self.keys.find(secret) for secret in secrets or ("",)]
+        key = next((key for key in found if key is not None), None)
         if key is None:
-            given = presented(call.request.scope["headers"]) is not None
-            text = "this API key is not known here" if given else "no API key was sent"
+            text = "this API key is not known here" if secrets else "no API key was sent"
             raise ApiError(Kind.AUTHENTICATION, f"{text}: send Authorization: Bearer KEY, or x-api-key: KEY")
         if access is Access.ADMIN and not key.is_admin:
             raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin's")
@@ -149,7 +151,8 @@ class Gate:
 
     def _check_browser(self, host: str, origin: str | None) -> None:
         """A page of someone else's, open in a browser on this machine, must not use this server for its own ends."""
-        if origin is not None and not {"*", origin} & {*self.allowed_origins} and _split(origin).netloc != host:
+        is_foreign = origin is not None and (not host or _split(origin).netloc != host)
+        if is_foreign and not {"*", origin} & {*self.allowed_origins}:
             text = f"requests from pages of {origin!r:.80} are not allowed; see --allowed-origins"
             raise ApiError(Kind.PERMISSION, text, reason="origin")
         name = _split(f"//{host}").hostname or ""

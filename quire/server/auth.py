@@ -16,6 +16,7 @@ from quire.errors import InvalidRequest
 MIN_KEY_CHARS = 8
 MAX_KEY_CHARS = 512
 MAX_KEYS = 10_000
+MAX_PRESENTED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,16 @@ class KeyRing:
         return found
 
 
-def presented(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The key a request brings: `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
+def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """The keys a request brings: `Authorization: Bearer KEY` (OpenAI) and `x-api-key: KEY` (Anthropic). Clients may
+    send both, one of them left over from elsewhere."""
+    found: list[str] = []
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip().decode("latin-1")
-        if name == b"x-api-key":
-            return value.strip().decode("latin-1")
-    return None
+            found.append(value[7:].strip().decode("latin-1"))
+        elif name == b"x-api-key":
+            found.append(value.strip().decode("latin-1"))
+    return found[:MAX_PRESENTED]
 
 
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,6 +126,8 @@ def make_keyring(
             raise InvalidRequest(f"{path}: {entry.name!r}: tier = {entry.tier!r} is not one of {tiers}")
         limits = Limits(entry.max_requests, entry.requests_per_minute, entry.tokens_per_minute)
         keys.append((entry.key, _key(entry.name, Priority[entry.tier.upper()], entry.admin, limits, is_shared)))
+    if path is not None and not keys:
+        raise InvalidRequest(f"--api-keys-file {str(path)!r}: there is no key in it")
     return KeyRing(keys)
 
 

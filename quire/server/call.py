@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,13 +26,17 @@ from quire.errors import QuireError
 from quire.server.ask import Ask
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
+from quire.server.fields import unknown_fields
+from quire.server.limits import Budget
 from quire.server.logs import Once
 from quire.server.service import Service
-from quire.server.stream import EventStream, StreamTimes
+from quire.server.stream import EventStream
 from quire.server.work import ClientGone, Work
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
+MAX_VALUES = 1 << 18  # of a body
+MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
 MIB = 1 << 20
 SPOKEN = ("messages", "prompt", "system")  # what people wrote is not repeated in errors: clients log them
 DISCARD_S = 2.0
@@ -48,7 +52,8 @@ say_once = Once()
 class CallLimits:
     max_body_bytes: int = 16 * MIB
     body_s: float = 10.0  # and a second for every MiB
-    stream: StreamTimes = field(default_factory=StreamTimes)
+    keep_alive_s: float = 10.0
+    max_all_bytes: int = 256 * MIB  # of all bodies that are being read
 
 
 class Call:
@@ -78,11 +83,19 @@ class Call:
     async def body(self, kind: type[T]) -> T:
         """The body as this struct. Names unknown fields in a header, once in the log, and takes them for nothing."""
         self.fields = frozenset(known.encode_name for known in msgspec.structs.fields(kind))
-        data = await self._read()
-        self._gone = asyncio.create_task(self._watch())
+        with self.service.reading(self._limits.max_all_bytes) as budget:
+            data = await self._read(budget)
+            self._gone = asyncio.create_task(self._watch())
+            return self._decode(data, kind)
+
+    def _decode(self, data: bytes, kind: type[T]) -> T:
+        """On the event loop, so bounded: by the number of values, not of bytes, for those are what takes time."""
+        most = max(MAX_VALUES, 2 * self.service.max_context)
+        if data.count(b",") > most:
+            raise ApiError(Kind.TOO_LARGE, f"the body has more than {most} values")
         try:
             value = msgspec.json.decode(data, type=kind)
-            self._note_unknown(data)
+            self._note_unknown(data, kind)
             return value
         except msgspec.ValidationError as error:
             raise _wrong_type(error, data) from None
@@ -93,7 +106,7 @@ class Call:
         except msgspec.DecodeError as error:
             raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
 
-    async def _read(self) -> bytes:
+    async def _read(self, budget: Budget) -> bytes:
         limit = self._limits.max_body_bytes
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
@@ -105,6 +118,7 @@ class Call:
             async with asyncio.timeout(patience_s):
                 async for chunk in self.request.stream():
                     size += len(chunk)
+                    budget.take(len(chunk))
                     if size > limit:
                         raise ApiError(Kind.TOO_LARGE, f"the body is more than the {limit} bytes this server takes")
                     chunks.append(chunk)
@@ -116,11 +130,10 @@ class Call:
         self.has_body = False  # it is read: the connection can be used again
         return b"".join(chunks)
 
-    def _note_unknown(self, data: bytes) -> None:
-        found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        unknown = [name for name in found if name not in self.fields]
+    def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
+        unknown = unknown_fields(msgspec.json.decode(data), kind)
         if unknown:
-            names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:64] for name in unknown[:MAX_NAMED_FIELDS]]
+            names = [re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name)[:64] for name in unknown[:MAX_NAMED_FIELDS]]
             self.headers["x-quire-ignored-fields"] = ", ".join(names)
             for name in names:
                 say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
@@ -153,7 +166,7 @@ class Call:
 
     async def stream(self, work: Work, events: AsyncIterator[bytes]) -> Response:
         """Server-sent events. An error before the first one is an ordinary error answer."""
-        stream = EventStream(self, work, events, self._limits.stream)
+        stream = EventStream(self, work, events, self._limits.keep_alive_s)
         await stream.begin()
         return stream
 
@@ -180,6 +193,8 @@ class Call:
     async def discard(self) -> None:
         """Read what is left of a refused body: a connection closed before that may lose the answer on its way."""
         size = 0
+        if "expect" in self.request.headers:
+            return  # it has not been sent yet, and should not be
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(DISCARD_S):
                 async for chunk in self.request.stream():
@@ -190,12 +205,13 @@ class Call:
 
     async def finish(self) -> None:
         """Whatever happened, nothing of this call goes on."""
-        if self._work is not None:
-            self._work.close()
         for task in (self._gone, self._opening):
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+        opening = self._opening
+        if opening is not None and not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
 
 
 Handler = Callable[[Call], Awaitable[Response]]
@@ -241,7 +257,7 @@ def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
 
 def _value_at(data: bytes, path: str) -> str | None:
     """What stands there, shortly, where it can be found again."""
-    if "..." in path or path.startswith(SPOKEN):
+    if "..." in path or path.startswith(SPOKEN) or len(data) > MAX_SHOWN_BYTES:
         return None
     try:
         value: Any = msgspec.json.decode(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -95,7 +96,7 @@ class ServeConfig:
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
         scheme = "http" if self.ssl_certfile is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}{self.root_path}"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def _check_tls(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -104,6 +105,12 @@ class ServeConfig:
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise InvalidRequest(f"{name} = {str(path)!r} is not a file")
+        if self.ssl_certfile is not None and self.ssl_keyfile is not None:
+            try:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except ssl.SSLError as error:
+                text = f"is no certificate in PEM form that belongs to ssl_keyfile ({error.reason})"
+                raise InvalidRequest(f"ssl_certfile = {str(self.ssl_certfile)!r} {text}") from None
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with one")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,15 @@ from quire.errors import (
     LostBeforeStart,
     QueueFull,
     QuireError,
+    RequestFailed,
     TemplateError,
     WorkerDied,
 )
+
+# What an exception says may hold paths and more that is nobody's business: it is in the log. These words are our own.
+_OURS = ("the process that runs ", "the engine was closed")
+_CUT = ("the step failed", "the answer could not be read")  # and an exception's words follow
+log = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"[a-z][a-z_]*(?:\[[^\]]{0,64}\]|\.[a-z_]+)*(?=[ :])")
 
@@ -86,11 +93,15 @@ def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiEr
         case Draining():
             return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="draining")
         case LostBeforeStart():
-            return ApiError(Kind.DIED, text, retry_after_s=1.0, may_retry=True)
+            told = text if text.startswith(_OURS) else "the model's process failed"
+            return ApiError(Kind.DIED, told, retry_after_s=1.0, may_retry=True)
         case WorkerDied():
-            return ApiError(Kind.DIED, text)
+            return ApiError(Kind.DIED, text if text.startswith(_OURS) else "the model's process failed")
+        case RequestFailed():
+            return ApiError(Kind.FAILED, next((words for words in _CUT if text.startswith(words)), text))
         case _:
-            return ApiError(Kind.FAILED, text)
+            log.error("told a client only that it failed: %s: %s", type(error).__name__, text)
+            return ApiError(Kind.FAILED, "the server failed at this request")
 
 
 def _param(message: str, fields: frozenset[str]) -> str | None:

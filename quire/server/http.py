@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import signal
 import socket
@@ -13,44 +14,51 @@ import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from email.utils import formatdate
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from quire.errors import InvalidRequest
-from quire.server.stream import ABORT
 
 HEADER_S = 10.0  # from the first byte of a request, or from the connection on, to the end of its headers
 IDLE_S = 75.0  # of a connection between two requests: longer than clients keep theirs, or they race with us
 LINGER_S = 30.0  # for a reader of the last bytes
 MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 16
+MAX_PIPELINED_BYTES = 1 << 20  # of a request that waits for the one before it
 SPARE_FILES = 128  # descriptors kept for everything but connections
+
+_UPGRADE = re.compile(rb"\r\n(upgrade)[ \t]*:", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. Every state of it has a timer that ends it: waiting for headers, idle between requests, unread
+    answers, last bytes. A body has its own in `Call`; an answer in the making has a client that is watched."""
 
     max_connections = 4096
     header_s = HEADER_S
+    slow_reader_s = LINGER_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._is_in_body = False  # between the end of a request's headers and its own
         self._header_bytes = 0  # of names and values
         self._raw_bytes = 0  # since the last request's headers
-        self._cycles: set[RequestResponseCycle] = set()
+        self._cycles: list[RequestResponseCycle] = []  # not answered yet
         if len(self.connections) > self.max_connections:
             self._refuse(503, "too many connections")
             return
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._linger_timer):
+        for timer in (self._header_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         for cycle in self._cycles:  # a pipelined request behind the one that runs must not hide that the client left
@@ -60,36 +68,97 @@ class HttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         super().connection_lost(exc)
 
+    # What comes in
+
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        super().data_received(data)
-        if self._header_timer is not None:  # still in the headers: one of them may have no end
+        super().data_received(data if self._is_in_body else _without_upgrade(data))
+        if self.transport.is_closing():
+            return
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if not self._cycles:
+            self._expect_headers()  # an empty line, or what is left of a refused body: no reason to stay
+        if self._header_timer is not None and not self._is_in_body:  # one of its headers may have no end
             self._raw_bytes += len(data)
             if self._raw_bytes > 2 * MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)["extensions"] = {ABORT: self.transport.abort}
+        self._is_in_body = False
         self._header_bytes = 0
         self._expect_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError  # ends the parser, which calls send_400_response
+        if not self._is_in_body:  # or it is a trailer of a chunked body: nothing in it counts, least of all a key
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+        self._is_in_body = True
         self._raw_bytes = 0
+        if self.parser.should_upgrade() and _announces_body(self.headers):
+            raise ValueError  # its body would be taken for the next request
         super().on_headers_complete()
-        self._cycles = {cycle for cycle in self._cycles if not cycle.response_complete}
-        if self.cycle is not None:
-            self._cycles.add(self.cycle)
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # else nobody would see that the client leaves
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.pipeline:
+            if len(self.cycle.body) > MAX_PIPELINED_BYTES:
+                self.transport.abort()
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """It goes on as HTTP/1.1, as it may."""
+
+    def _expect_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_s, self._headers_missing)
+
+    def _headers_missing(self) -> None:
+        self._header_timer = None
+        if any(not cycle.response_complete for cycle in self._cycles):
+            self._expect_headers()  # part of a next request may wait while this one is answered
+        else:
+            self._refuse(408, "no request came in time")
+
+    # What goes out
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def _watch_writing(self, num_unread: int) -> None:
+        self._write_timer = self.loop.call_later(self.slow_reader_s, self._still_writing, num_unread)
+
+    def _still_writing(self, num_before: int) -> None:
+        """A slow reader has its time, one that does not read at all is cut."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread < num_before:
+            self._watch_writing(num_unread)
+        else:
+            log.warning("nothing was read by a client for %g s: cut", self.slow_reader_s)
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         if self._header_bytes > MAX_HEADER_BYTES:
@@ -105,14 +174,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().shutdown()
         self._linger()
 
-    def _expect_headers(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.header_s, self._refuse, 408, "no request came in time")
-
     def _refuse(self, status: int, text: str) -> None:
         if not self.transport.is_closing():
-            head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
-            self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
+            if all(cycle.response_complete for cycle in self._cycles):  # never into an answer that is being written
+                head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
+                self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
             self.transport.close()
         self._linger()
 
@@ -120,6 +186,21 @@ class HttpProtocol(HttpToolsProtocol):
         """A transport that closes sends its last bytes first; whoever does not read them is not waited for."""
         if self.transport.is_closing() and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """HTTP/2 is offered by some clients with every first request (Java's, curl --http2), and declined by answering in
+    HTTP/1.1. But the parser drops the body of whoever offers: so the header gets a name that means nothing."""
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[: end + 2]
+    found = _UPGRADE.search(head)
+    return data if found is None else data[: found.start(1)] + b"x-offer" + data[found.end(1) :]
+
+
+def _announces_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" 0")) for name, value in headers
+    )
 
 
 class _State(ServerState):

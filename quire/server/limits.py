@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
@@ -18,11 +19,17 @@ MINUTE_S = 60.0
 class Ticket:
     """A place in the queue. `start` gives it up for a place on the machine, `leave` for good; both may be repeated."""
 
-    def __init__(self, door: Door, num_requests: int, num_tokens: int) -> None:
+    def __init__(self, door: Door, num_requests: int) -> None:
         self._door = door
         self.num_requests = num_requests
-        self.num_tokens = num_tokens
+        self.num_tokens = 0
         self._is_waiting = True
+
+    def grow(self, num_tokens: int) -> None:
+        """The prompts have been tokenised: they are so long. Refused, the ticket stays as it was."""
+        self._door.check_tokens(self, num_tokens)
+        self.num_tokens += num_tokens
+        self._door.num_tokens += num_tokens
 
     def start(self) -> None:
         if self._is_waiting:
@@ -53,18 +60,19 @@ class Door:
         if self.num_tokens >= self.max_tokens:
             raise self._refusal(f"{self.num_tokens} tokens wait already, which is the limit", "queue_tokens")
 
-    def enter(self, num_requests: int, num_tokens: int) -> Ticket:
+    def enter(self, num_requests: int) -> Ticket:
         """All or nothing. An empty queue takes anything, or what is larger than the bound could never pass."""
-        if self.num_requests:
-            if self.num_requests + num_requests > self.max_requests:
-                text = f"{self.num_requests} requests wait already; {num_requests} more exceed {self.max_requests}"
-                raise self._refusal(text, "queue_full")
-            if self.num_tokens + num_tokens > self.max_tokens:
-                text = f"{self.num_tokens} tokens wait already; {num_tokens} more exceed {self.max_tokens}"
-                raise self._refusal(text, "queue_tokens")
+        if self.num_requests and self.num_requests + num_requests > self.max_requests:
+            text = f"{self.num_requests} requests wait already; {num_requests} more exceed {self.max_requests}"
+            raise self._refusal(text, "queue_full")
         self.num_requests += num_requests
-        self.num_tokens += num_tokens
-        return Ticket(self, num_requests, num_tokens)
+        return Ticket(self, num_requests)
+
+    def check_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+        is_alone = self.num_tokens == ticket.num_tokens
+        if not is_alone and self.num_tokens + num_tokens > self.max_tokens:
+            text = f"{self.num_tokens} tokens wait already; {num_tokens} more exceed {self.max_tokens}"
+            raise self._refusal(text, "queue_tokens")
 
     def started(self, ticket: Ticket) -> None:
         self._starts.append((self._clock(), ticket.num_requests))
@@ -87,6 +95,37 @@ class Door:
 
     def _refusal(self, text: str, reason: str) -> ApiError:
         return ApiError(Kind.OVERLOADED, text, retry_after_s=self.retry_after_s(), reason=reason)
+
+
+class Reading:
+    """Bytes of all bodies that are being read: many slow large ones must not fill the memory."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def __call__(self, max_bytes: int) -> Iterator[Budget]:
+        budget = Budget(self, max_bytes)
+        try:
+            yield budget
+        finally:
+            self.num_bytes -= budget.num_bytes
+
+
+class Budget:
+    """One body's part of it."""
+
+    def __init__(self, reading: Reading, max_bytes: int) -> None:
+        self._reading = reading
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        if self._reading.num_bytes + num_bytes > self._max_bytes:
+            text = f"{self._reading.num_bytes} bytes of requests are being read already, which is the limit"
+            raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
+        self._reading.num_bytes += num_bytes
+        self.num_bytes += num_bytes
 
 
 class Bucket:

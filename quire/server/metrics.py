@@ -125,7 +125,7 @@ FINISHES = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "
 REASONS = frozenset(
     {
         *(kind.name.lower() for kind in Kind),
-        *("queue_full", "queue_tokens", "queue_timeout", "draining", "loading", "restarting", "internal"),
+        *("queue_full", "queue_tokens", "queue_timeout", "body_bytes", "draining", "loading", "restarting", "internal"),
         *("origin", "host", "unsupported_parameter", "unsupported_value"),
         *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
     }

@@ -24,7 +24,6 @@ from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.metrics import Metrics
 from quire.server.service import Service, ServiceLimits
-from quire.server.stream import StreamTimes
 
 LAST_WORDS_S = 2.0  # for streams that are cut to say so
 
@@ -105,10 +104,11 @@ class _Main:
         metrics = Metrics(config.names[0], compat=config.metrics_compat)
         self._service = Service(self._text, self._connect, config.names, limits, metrics)
         client = self._service.client
-        times = StreamTimes(config.keep_alive_s, config.slow_reader_s)
-        app = make_app(self._service, self._gate, CallLimits(config.max_body_bytes, config.body_timeout_s, times))
+        call_limits = CallLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
+        app = make_app(self._service, self._gate, call_limits)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout_s
+        HttpProtocol.slow_reader_s = config.slow_reader_s
         settings = make_config(
             app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
         )

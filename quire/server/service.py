@@ -20,11 +20,11 @@ from quire.engine.client import EngineClient
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
-from quire.errors import ContextTooLong, TemplateError
+from quire.errors import ContextTooLong, MissingExtra, ModelFileError, TemplateError
 from quire.server.ask import Ask, Breakpoint, Prompt
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import Door, Quotas
+from quire.server.limits import Door, Quotas, Reading
 from quire.server.metrics import Metrics
 from quire.server.work import Caller, Work
 from quire.text.chat import ChatRequest, Message, Part, Role
@@ -63,6 +63,7 @@ class Service:
         self.created = int(time.time())
         self.door = Door(limits.max_queue, limits.max_queued_tokens)
         self.quotas = Quotas()
+        self.reading = Reading()
         self.is_draining = False
         self._is_cut = False
         self._num_open = 0
@@ -110,6 +111,7 @@ class Service:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing."""
         self.check_open()
         self.check_model(ask.model)
+        ticket = self.door.enter(ask.params.n * len(ask.prompts))
         self._enter()
         work: Work | None = None
         try:
@@ -118,10 +120,11 @@ class Service:
             requests = [await self._request(ask, prompt, priority, salt) for prompt in ask.prompts]
             if self._is_cut:
                 raise _ending()
-            work = Work(self, ask, caller, priority, requests)
+            work = Work(self, ask, caller, priority, requests, ticket)
             await self._submit(work)
         except BaseException as error:
             if work is None:
+                ticket.leave()
                 self._leave()
             else:
                 work.close(error if isinstance(error, Exception) else None)
@@ -129,11 +132,11 @@ class Service:
         return work
 
     async def _submit(self, work: Work) -> None:
+        work.ticket.grow(work.num_prompt_tokens)
         quota = self.quotas.of(work.caller.key)
         quota.enter(work.num_prompt_tokens)
         work.on_close(quota.leave)
-        n = work.ask.params.n
-        work.ticket = self.door.enter(n * len(work.requests), work.num_prompt_tokens)
+        work.is_accepted = True
         self._works.add(work)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.limits.queue_timeout_s, self._time_out, work)
@@ -149,6 +152,10 @@ class Service:
             if work.error is None:
                 raise
             raise work.error from None  # it was cut
+        except (ModelFileError, MissingExtra, OSError) as error:  # it could be loaded before; its text is for operators
+            log.error("%s: the model cannot be loaded again: %s", work.request_id, error)
+            text = "the model is being restarted"
+            raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=10.0, reason="restarting") from None
         finally:
             work.submitting = None
         self._queued |= {generation.request_ids[0]: work for generation in work.generations}
@@ -176,12 +183,19 @@ class Service:
         )
 
     def _take_step(self, stepped: Stepped) -> None:
-        self.metrics.stepped(stepped)
         for started in stepped.started:
             work = self._queued.pop(started.request_id, None)
             if work is not None:
                 work.start(started.waited_s)
-                self.metrics.started(work.priority, started.waited_s)
+                self.count(self.metrics.started, work.priority, started.waited_s)
+        self.count(self.metrics.stepped, stepped)
+
+    def count(self, count: Callable[..., None], *values: object) -> None:
+        """A figure that cannot be counted must not end the request it is about, nor the counting of others."""
+        try:
+            count(*values)
+        except Exception:
+            log.exception("a metric failed")
 
     # Text
 
@@ -236,7 +250,7 @@ class Service:
     def pinned_tokens(self, request: GenerationRequest) -> int:
         """Of what is to be kept, what the pins will hold: whole blocks, at most half the pool."""
         capacity = self.client.capacity
-        if capacity is None or not request.pins:
+        if capacity is None or not request.pins or not self.client.is_caching:
             return 0
         num_blocks = max(pin.num_tokens for pin in request.pins) // capacity.block_size
         return min(num_blocks, (capacity.num_blocks - 1) // 2) * capacity.block_size

@@ -1,6 +1,6 @@
-"""Server-sent events: one writer, keep-alives while nothing comes, an end to readers who do not read.
+"""Server-sent events: one writer, and keep-alives while nothing comes.
 
-The engine never waits for a reader: a slow one gets fewer and longer writes, a dead one is cut.
+The engine never waits for a reader: a slow one gets fewer and longer writes, a dead one is cut by its connection.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -22,49 +21,41 @@ if TYPE_CHECKING:
     from quire.server.call import Call
 
 KEEP_ALIVE = b": keep-alive\n\n"
-ABORT = "quire.abort"  # in the scope's extensions: cuts the connection, whatever is left to send
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTimes:
-    keep_alive_s: float = 10.0  # of silence; the head is not held back longer than that either
-    slow_reader_s: float = 30.0  # that nothing could be written
 
 
 class EventStream(Response):
     """A response whose body is written as it comes."""
 
-    def __init__(self, call: Call, work: Work, events: AsyncIterator[bytes], times: StreamTimes) -> None:
+    def __init__(self, call: Call, work: Work, events: AsyncIterator[bytes], keep_alive_s: float) -> None:
         headers = {**call.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self._call = call
         self._work = work
         self._events = events
-        self._times = times
+        self._keep_alive_s = keep_alive_s  # of silence; the head is not held back longer than that either
         self._first: asyncio.Future[bytes | None] | None = None
         self._last_s = 0.0  # when something was last written
-        self._writing_since_s: float | None = None
+        self._is_writing = False
         self._ping: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
         """Wait for the first event, so that what fails before it has a status of its own; but not for ever."""
         self._first = asyncio.ensure_future(self._next())
-        await asyncio.wait({self._first}, timeout=self._times.keep_alive_s)
+        await asyncio.wait({self._first}, timeout=self._keep_alive_s)
         if self._first.done() and (error := self._first.exception()) is not None:
             self._work.close(error if isinstance(error, Exception) else None)
             raise error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive  # the call itself watches
+        del scope, receive  # the call itself watches
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
-        self._abort = scope.get("extensions", {}).get(ABORT)
-        self._timer = self._loop.call_later(self._period_s, self._tick)
+        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
         error: Exception | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -91,16 +82,15 @@ class EventStream(Response):
         """After the last keep-alive, if one is being written."""
         if self._ping is not None:
             await asyncio.wait({self._ping})
-        self._writing_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> bytes | None:
         return await anext(self._events, None)
 
     async def _write(self, data: bytes) -> None:
-        self._writing_since_s = self._loop.time()
+        self._is_writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._writing_since_s = None
+        self._is_writing = False
         self._last_s = self._loop.time()
 
     def _told(self, error: Exception) -> ApiError:
@@ -114,20 +104,10 @@ class EventStream(Response):
                 text = f"the server failed at this request; its log has more under {self._call.request_id}"
                 return ApiError(Kind.FAILED, text, reason="internal")
 
-    @property
-    def _period_s(self) -> float:
-        return min(self._times.keep_alive_s, self._times.slow_reader_s) / 2
-
     def _tick(self) -> None:
         now_s = self._loop.time()
-        if self._writing_since_s is not None:
-            if now_s - self._writing_since_s > self._times.slow_reader_s:
-                log.warning("%s: nothing was read for %g s: cut", self._call.request_id, self._times.slow_reader_s)
-                self._work.fail(ClientGone())
-                if self._abort is not None:
-                    self._abort()
-                return
-        elif now_s - self._last_s >= self._times.keep_alive_s and not self._work.is_closed:
+        is_silent = now_s - self._last_s >= self._keep_alive_s
+        if is_silent and not self._is_writing and not self._work.is_closed:
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(KEEP_ALIVE))
-        self._timer = self._loop.call_later(self._period_s, self._tick)
+        self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)

@@ -46,7 +46,13 @@ class Work:
     """An async context: leaving it cancels what is left and writes the record, once."""
 
     def __init__(
-        self, service: Service, ask: Ask, caller: Caller, priority: Priority, requests: Sequence[GenerationRequest]
+        self,
+        service: Service,
+        ask: Ask,
+        caller: Caller,
+        priority: Priority,
+        requests: Sequence[GenerationRequest],
+        ticket: Ticket,
     ) -> None:
         self.ask = ask
         self.caller = caller
@@ -57,7 +63,8 @@ class Work:
         self.created = int(time.time())
         self.generations: list[Generation] = []
         self.news = asyncio.Event()
-        self.ticket: Ticket | None = None
+        self.ticket = ticket
+        self.is_accepted = False  # it passed all bounds
         self._service = service
         self.submitting: asyncio.Task[Any] | None = None  # who hands it to the engine now
         self.error: Exception | None = None
@@ -110,8 +117,7 @@ class Work:
         if self._started_at_s is None:
             self._queued_s = queued_s
             self._started_at_s = time.monotonic()
-            if self.ticket is not None:
-                self.ticket.start()
+            self.ticket.start()
 
     def on_close(self, call: Callable[[], object]) -> None:
         self._on_close.append(call)
@@ -167,13 +173,13 @@ class Work:
         self.is_closed = True
         for generation in self.generations:
             generation.cancel()
-        if self.ticket is not None:
-            self.ticket.leave()
+        self.ticket.leave()
         for call in self._on_close:
             call()
         record = self._record(error or self.error)
         self._service.close_work(self)
-        self._service.metrics.finished(record)
+        if self.is_accepted:  # or it is a refusal, and counted as such
+            self._service.count(self._service.metrics.finished, record)
         log_request(record)
 
     def _clock(self, batch: list[tuple[int, Delta]]) -> None:

@@ -108,10 +108,11 @@ def said(path: str, label: str, content: Callable[[], str], says: str = "") -> H
     return Hostile(f"{path} text {label}", path, make, "messages", says)
 
 
-def prompted(path: str, label: str, prompt: Callable[[], object], says: str = "", names: str = "prompt") -> Hostile:
-    return Hostile(
-        f"{path} prompt {label}", path, lambda: json.dumps({**GOOD[path], "prompt": prompt()}).encode(), names, says
-    )
+def prompted(path: str, label: str, prompt: Callable[[], object], says: str = "", **more: object) -> Hostile:
+    def make() -> bytes:
+        return json.dumps({**GOOD[path], "prompt": prompt(), **more}).encode()
+
+    return Hostile(f"{path} prompt {label}", path, make, "prompt", says)
 
 
 # The body as a whole
@@ -382,10 +383,17 @@ def _sizes() -> Iterator[Hostile]:
         "/detokenize 2*10^6 ids", DETOKENIZE, lambda: json.dumps({"tokens": [5] * 2_000_000}).encode(), "tokens"
     )
     yield Hostile("/v1/chat/completions 10^5 unknown fields, one bad", CHAT, _many_fields, "temperature")
+    yield prompted(COMPLETIONS, "10^6 lists", lambda: [[5]] * 10**6)
+    yield prompted(COMPLETIONS, "10^6 tokens to echo", lambda: [5] * 10**6, echo=True)
+    yield Hostile("/v1/completions 10^6 biases", COMPLETIONS, _many_biases, "logit_bias")
     for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, TOKENIZE):
         yield Hostile(
             f"{path} 17 MB", path, lambda: b'{"prompt": "' + b"a" * (17 * 10**6) + b'"}', None, statuses=(413,)
         )
+
+
+def _many_biases() -> bytes:
+    return json.dumps({**GOOD[COMPLETIONS], "logit_bias": {str(i): 1 for i in range(10**6)}}).encode()
 
 
 def _many_fields() -> bytes:

@@ -148,7 +148,7 @@ def command_line(pid: int) -> str:
 def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
     """Starts, and does not wait."""
     command = [sys.executable, "-m", "quire", "serve", *options]
-    if "--port" not in options:
+    if "--port" not in options and "QUIRE_PORT" not in (env or {}):
         command += ["--port", "0"]
     process = subprocess.Popen(
         command,

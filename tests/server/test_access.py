@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -378,10 +379,13 @@ def test_flags_go_before_the_environment_and_it_before_the_file(tiny_model: Path
     config = tmp_path / "quire.yaml"
     config.write_text(
         "served_model_name: [from-file]\nmax-model-len: 512\nmax_queue: 7\nnum_blocks: 100\nbackend: fake\n"
-        f"api_key: [{ALICE}]\n"
+        f"api_key: [{ALICE}]\nport: 1\n"
     )
-    env = {"QUIRE_MAX_MODEL_LEN": "256", "QUIRE_MAX_QUEUE": "8", "QUIRE_CONFIG": str(config), "QUIRE_PORT": "0"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"QUIRE_MAX_MODEL_LEN": "256", "QUIRE_MAX_QUEUE": "8", "QUIRE_CONFIG": str(config), "QUIRE_PORT": str(port)}
     with serving(str(tiny_model), "--max-queue", "9", env=env, key=ALICE) as server:
+        assert server.address == ("127.0.0.1", port)
         (model,) = server.get("/v1/models").json["data"]
         assert model["id"] == "from-file"  # said only there
         assert model["max_model_len"] == 256  # in the environment too

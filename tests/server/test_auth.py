@@ -62,6 +62,7 @@ def test_a_shared_cache_has_one_namespace(tmp_path: Path) -> None:
         ("keys: [{key: sk-secret-1, name: a, max_requests: 0}]", "max_requests = 0 is less than 1"),
         ("keys: [{key: sk-secret-1", "is not YAML"),
         ("[1]", "Expected `object`"),
+        ("keys: []", "there is no key in it"),
     ],
 )
 def test_a_bad_file_is_refused_and_no_key_is_shown(text: str, message: str, tmp_path: Path) -> None:
@@ -79,8 +80,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_key_of_a_request() -> None:
-    assert presented([(b"authorization", b"Bearer abc")]) == "abc"
-    assert presented([(b"authorization", b"bearer  abc ")]) == "abc"
-    assert presented([(b"x-api-key", b"abc")]) == "abc"
-    assert presented([(b"authorization", b"Basic abc")]) is None
-    assert presented([]) is None
+    assert presented([(b"authorization", b"Bearer abc")]) == ["abc"]
+    assert presented([(b"authorization", b"bearer  abc ")]) == ["abc"]
+    assert presented([(b"x-api-key", b"abc")]) == ["abc"]
+    assert presented([(b"authorization", b"Bearer stale"), (b"x-api-key", b"abc")]) == ["stale", "abc"]
+    assert presented([(b"authorization", b"Basic abc")]) == []
+    assert presented([]) == []

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,37 @@ def check_loss(path: str, reply: Reply) -> None:
     assert body["error"]["message"]
 
 
+def test_a_worker_that_cannot_come_back_is_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    shutil.copytree(tiny_model, model)
+    with serving(str(model), *FAKE, "--queue-timeout", "5") as server:
+        (model / "config.json").rename(model / "away.json")
+        os.kill(server.worker_pid, signal.SIGKILL)
+        wait_until(lambda: not is_healthy(server), 10, "it is noticed")
+        for path in (CHAT, MESSAGES):
+            answer = server.post(path, body_for(path, "Hi", 5, stream=False))
+            assert answer.status in (429, 503, 529), answer
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.headers["x-should-retry"] == "true"
+            assert str(tmp_path) not in answer.body.decode()
+        assert server.get("/metrics").status == 200
+        assert server.get("/health").json["status"] == "restarting"
+        (model / "away.json").rename(model / "config.json")
+        wait_until(lambda: is_healthy(server), 60, "serving again")
+        assert server.chat().status == 200
+        server.wait_free()
+
+
+def test_a_killed_server_leaves_no_worker_behind(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--device", "2ms") as server:
+        relatives = family(server.process.pid)
+        assert relatives
+        with server.send_request(body_for(CHAT, "Hi", 3000)) as sock:
+            sock.recv(1)
+            server.process.kill()
+            assert not psutil.wait_procs(relatives, timeout=15)[1]
+
+
 # Overload
 
 
@@ -429,27 +461,37 @@ def patient(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-def test_who_does_not_read_is_cut_and_nobody_else_is(patient: Server) -> None:
-    sleeper = socket.socket()
-    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    sleeper.connect(patient.address)
-    body = body_for(CHAT, "Tell me all", 3000, n=8, logprobs=True, top_logprobs=20)  # 60 MB, more than any buffer
-    patient.send_request(body, sock=sleeper)
+@contextmanager
+def stalled(server: Server) -> Iterator[socket.socket]:
+    """A client that asks for 60 MB, more than any buffer holds, and reads none of it."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.connect(server.address)
+        server.send_request(body_for(CHAT, "Tell me all", 3000, n=8, logprobs=True, top_logprobs=20), sock=sock)
+        yield sock
 
-    other = asyncio.run(ask_async(patient, CHAT, body_for(CHAT, "And me?", 1500)))
-    assert other.ending == "done"
-    patient.wait_for("nothing was read for 1 s: cut", 30)
-    patient.wait_free(10)
-    sleeper.settimeout(10)
-    received = 0
-    try:
-        while data := sleeper.recv(1 << 16):
-            received += len(data)
-            assert b"[DONE]" not in data
-    except ConnectionResetError:
-        pass
-    sleeper.close()
-    assert received
+
+def test_who_does_not_read_is_cut_and_nobody_else_is(patient: Server) -> None:
+    with stalled(patient) as sleeper:
+        other = asyncio.run(ask_async(patient, CHAT, body_for(CHAT, "And me?", 1500)))
+        assert other.ending == "done"
+        patient.wait_for("nothing was read for 1 s: cut", 30)
+        patient.wait_free(10)
+        sleeper.settimeout(10)
+        received = b""
+        with suppress(ConnectionResetError):
+            while data := sleeper.recv(1 << 16):
+                received += data
+        assert received
+        assert b"[DONE]" not in received
+
+
+def test_who_does_not_read_cannot_keep_it_from_ending(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--device", "1ms", "--drain", "0.5") as server, stalled(server) as sleeper:
+        sleeper.recv(1)
+        time.sleep(2)  # until all buffers are full: nothing tells
+        assert server.stop(30) == 0
+        assert "Traceback" not in server.log
 
 
 def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:

@@ -45,6 +45,7 @@ class LongStreams(threading.Thread):
         self.texts: list[str] = []
         self.problems: list[str] = []
         self.is_flowing = threading.Event()
+        self.longest_pause_s = 0.0
 
     def run(self) -> None:
         while not self._is_over.is_set() and not self.problems:
@@ -64,8 +65,12 @@ class LongStreams(threading.Thread):
             while file.readline() not in (b"\r\n", b""):
                 pass
             text, ids, usage, is_done = "", set(), None, False
+            last_s = time.monotonic()
             for data in sse_lines(file):
                 self.is_flowing.set()
+                now_s = time.monotonic()
+                self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+                last_s = now_s
                 if data == "[DONE]":
                     is_done = True
                     break
@@ -198,6 +203,7 @@ def test_the_stream_beside_it_all_was_whole(server: Server, worker: int, stream:
     stream.finish()
     assert not stream.problems
     assert stream.texts
+    assert stream.longest_pause_s < 10, "one body held everyone up"
     alone = server.post(corpus.CHAT, STREAM | {"stream": False, "stream_options": None}).json
     assert set(stream.texts) == {alone["choices"][0]["message"]["content"]}, "it does not say what it says alone"
     server.wait_free()

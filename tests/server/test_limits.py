@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas, Reading
 
 
 class Clock:
@@ -20,13 +20,16 @@ class Clock:
 
 def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
     door = Door(4, 100, Clock())
-    first = door.enter(3, 50)
+    first = door.enter(3)
+    first.grow(50)
     with pytest.raises(ApiError, match="3 requests wait already; 2 more exceed 4") as refused:
-        door.enter(2, 1)
+        door.enter(2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
+    second = door.enter(1)
     with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
-        door.enter(1, 51)
+        second.grow(51)
     assert refused.value.reason == "queue_tokens"
+    second.leave()
     assert (door.num_requests, door.num_tokens) == (3, 50)  # a refusal counts nothing
     first.start()
     first.start()
@@ -36,7 +39,8 @@ def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
 
 def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
     door = Door(4, 100, Clock())
-    big = door.enter(32, 5000)
+    big = door.enter(32)
+    big.grow(5000)
     with pytest.raises(ApiError):
         door.check()
     big.leave()
@@ -49,15 +53,26 @@ def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
     assert door.retry_after_s() == 30.0  # nothing is known yet
     for _ in range(10):  # two a second
         clock.now_s += 0.5
-        door.enter(1, 1).start()
-    waiting = [door.enter(1, 1) for _ in range(40)]
+        door.enter(1).start()
+    waiting = [door.enter(1) for _ in range(40)]
     assert door.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
     for ticket in waiting:
         ticket.leave()
     assert door.retry_after_s() == 1.0
     for _ in range(900):
-        door.enter(1, 1)
+        door.enter(1)
     assert door.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def test_bodies_share_a_budget_and_give_it_back() -> None:
+    reading = Reading()
+    with reading(100) as one, reading(100) as other:
+        one.take(60)
+        with pytest.raises(ApiError, match="60 bytes of requests are being read already") as refused:
+            other.take(41)
+        assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
+        other.take(40)
+    assert reading.num_bytes == 0
 
 
 def test_requests_a_minute() -> None:

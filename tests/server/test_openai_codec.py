@@ -248,12 +248,13 @@ def test_what_is_sent_by_habit_passes(field: str) -> None:
 
 def test_stream_options_are_for_the_encoder() -> None:
     options = {"include_usage": True, "include_obfuscation": False}
-    assert chat(stream_options=options) == chat()
+    assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
     ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
+    ({"stream_options": {"include_usage": True}}, "stream_options is only for stream = true", "stream_options"),
     ({"top_k": -2}, "top_k = -2 is not", "top_k"),
     ({"n": 0}, "n = 0 is not", "n"),
     ({"n": 10**6}, "n = 1000000 is not", "n"),

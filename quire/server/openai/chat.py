@@ -112,6 +112,9 @@ def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
     for i, message in enumerate(body.messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if (mark := part.prompt_cache_breakpoint) is not None:
+                if mark.mode not in (None, "explicit"):
+                    path = f"messages[{i}].content[{j}].prompt_cache_breakpoint.mode"
+                    raise InvalidRequest(f"{path} = {mark.mode!r:.80} is not explicit")
                 field = f"messages[{i}].content[{j}].prompt_cache_breakpoint.ttl"
                 found.append(Breakpoint(i, j, ttl_s(field, mark.ttl, cache_ttl_s(body))))
     return tuple(found)

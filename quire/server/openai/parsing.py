@@ -72,6 +72,8 @@ def ask_of(
     params: GenerationParams,
     breakpoints: tuple[Breakpoint, ...] = (),
 ) -> Ask:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only for stream = true")
     options = body.prompt_cache_options
     mode = None if options is None else options.mode
     _choose("prompt_cache_options.mode", mode, {"implicit": None, "explicit": None}, None)
