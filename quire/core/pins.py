@@ -21,7 +21,11 @@ class Pin:
 
 
 class PinBoard:
-    """Pins by name, oldest first: at most so many, and together they hold at most half the pool."""
+    """Pins by name, oldest first: at most so many, and together they hold at most half the pool.
+
+    What a name has before its first `/` is its owner. For a new pin, pins of the owner who holds the most yield, so
+    that nobody can push out everyone else's.
+    """
 
     def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
         self._pool = pool
@@ -54,7 +58,7 @@ class PinBoard:
             return 0
         block_ids = {block.block_id for block in blocks}
         while self._pins and (len(self._holders.keys() | block_ids) > self.max_blocks or len(self._pins) >= MAX_PINS):
-            self.yield_oldest()
+            self._yield(self._next_to_yield(pin_id, len(blocks)))
         self._pins[pin_id] = Pin(blocks, expires_ns)
         self._earliest_ns = min(self._earliest_ns, expires_ns)
         self._holders.update(block_ids)
@@ -76,10 +80,22 @@ class PinBoard:
         """Let the oldest pin go to make room. False if there is none."""
         if not self._pins:
             return False
-        pin_id, pin = next(iter(self._pins.items()))
-        self.unpin(pin_id)
-        self._observe(PinYielded(pin_id, tuple(block.block_id for block in pin.blocks)))
+        self._yield(next(iter(self._pins)))
         return True
+
+    def _yield(self, pin_id: str) -> None:
+        block_ids = tuple(block.block_id for block in self._pins[pin_id].blocks)
+        self.unpin(pin_id)
+        self._observe(PinYielded(pin_id, block_ids))
+
+    def _next_to_yield(self, newcomer: str, num_blocks: int) -> str:
+        """The oldest pin of the owner who would hold the most; of all, if that owner has none yet."""
+        held = Counter({_owner(newcomer): num_blocks})
+        for pin_id, pin in self._pins.items():
+            held[_owner(pin_id)] += len(pin.blocks)
+        most = max(held.values())
+        greedy = (pin_id for pin_id in self._pins if held[_owner(pin_id)] == most)
+        return next(greedy, next(iter(self._pins)))
 
     def expire(self, now_ns: int) -> None:
         if not self._pins or now_ns < self._earliest_ns:
@@ -91,3 +107,7 @@ class PinBoard:
     def clear(self) -> None:
         for pin_id in list(self._pins):
             self.unpin(pin_id)
+
+
+def _owner(pin_id: str) -> str:
+    return pin_id.partition("/")[0]

@@ -109,7 +109,7 @@ class ServeConfig:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
             except ssl.SSLError as error:
-                text = f"is no certificate in PEM form that belongs to ssl_keyfile ({error.reason})"
+                text = f"is no certificate in PEM form that belongs to ssl_keyfile ({error.reason or 'PEM'})"
                 raise InvalidRequest(f"ssl_certfile = {str(self.ssl_certfile)!r} {text}") from None
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with one")

@@ -117,7 +117,8 @@ class Service:
         try:
             salt = self.salt_for(caller.key, ask.cache_salt)
             priority = caller.key.priority(ask.priority)
-            requests = [await self._request(ask, prompt, priority, salt) for prompt in ask.prompts]
+            owner = caller.key.name
+            requests = [await self._request(ask, prompt, priority, salt, owner) for prompt in ask.prompts]
             if self._is_cut:
                 raise _ending()
             work = Work(self, ask, caller, priority, requests, ticket)
@@ -208,7 +209,7 @@ class Service:
             return await loop.run_in_executor(self._encoders, self.text.encode, prompt, self.max_context)
         return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
 
-    async def _request(self, ask: Ask, prompt: Prompt, priority: Priority, salt: str) -> GenerationRequest:
+    async def _request(self, ask: Ask, prompt: Prompt, priority: Priority, salt: str, owner: str) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_context:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
@@ -218,12 +219,12 @@ class Service:
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]
             pins += [
-                PinPrefix(_pin_id(salt, "prefix", str(tokens[:size])), size, end.ttl_s)
+                PinPrefix(_pin_id(owner, salt, "prefix", str(tokens[:size])), size, end.ttl_s)
                 for size, end in zip(sizes, ask.breakpoints, strict=True)
                 if size
             ]
         if ask.cache_key is not None:
-            pins.append(PinPrefix(_pin_id(salt, "key", ask.cache_key), len(tokens), ask.cache_ttl_s))
+            pins.append(PinPrefix(_pin_id(owner, salt, "key", ask.cache_key), len(tokens), ask.cache_ttl_s))
         return replace(request, pins=tuple(pins)) if pins else request
 
     async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
@@ -290,5 +291,6 @@ def _ending() -> ApiError:
     return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
 
 
-def _pin_id(salt: str, kind: str, name: str) -> str:
-    return hashlib.sha256(f"{salt}|{kind}|{name}".encode()).hexdigest()[:32]
+def _pin_id(owner: str, salt: str, kind: str, name: str) -> str:
+    """Whose it is, for fairness among pins, and what it is."""
+    return f"{owner.replace('/', '_')}/{hashlib.sha256(f'{salt}|{kind}|{name}'.encode()).hexdigest()[:32]}"

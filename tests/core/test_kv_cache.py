@@ -260,6 +260,26 @@ def test_pins_hold_at_most_half_the_pool_and_the_oldest_yields() -> None:
     assert cache.pins.unpin("b")
 
 
+def test_who_holds_the_most_yields_to_a_new_pin() -> None:
+    cache = KVCacheManager(25, 4)  # 24 blocks: pins hold at most 12
+    texts = [[100 * i + j for j in range(16)] for i in range(5)]  # 4 blocks each
+    for i, tokens in enumerate(texts):
+        request = Request(i, [*tokens, 1])
+        cache.grow(request, len(request.tokens))
+        request.num_computed = 16
+        cache.publish(request)
+        cache.release(request)
+    assert cache.pin("bob/a", texts[0], "", 10**9) == 16  # the oldest
+    assert cache.pin("eve/a", texts[1], "", 10**9) == 16
+    assert cache.pin("eve/b", texts[2], "", 10**9) == 16
+    assert cache.pin("eve/c", texts[3], "", 10**9) == 16  # in place of her own
+    assert cache.pin("eve/d", texts[4], "", 10**9) == 16
+    assert len(cache.pins) == 3
+    assert cache.pins.unpin("bob/a")
+    assert not cache.pins.unpin("eve/a")
+    assert not cache.pins.unpin("eve/b")
+
+
 def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
     cache = make_cache()
     request = make_request(1, 28)

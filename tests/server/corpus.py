@@ -376,24 +376,35 @@ def _sizes() -> Iterator[Hostile]:
     yield prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long)
-    yield prompted(COMPLETIONS, "10^6 tokens", lambda: [5] * 10**6)
-    yield prompted(EXPLAIN, "10^6 tokens", lambda: [5] * 10**6, long)
+    yield prompted(COMPLETIONS, "10^5 tokens", lambda: [5] * 10**5)
+    yield prompted(EXPLAIN, "10^5 tokens", lambda: [5] * 10**5, long)
     yield prompted(COMPLETIONS, "10^5 texts", lambda: ["a"] * 10**5)
-    yield Hostile(
-        "/detokenize 2*10^6 ids", DETOKENIZE, lambda: json.dumps({"tokens": [5] * 2_000_000}).encode(), "tokens"
-    )
     yield Hostile("/v1/chat/completions 10^5 unknown fields, one bad", CHAT, _many_fields, "temperature")
-    yield prompted(COMPLETIONS, "10^6 lists", lambda: [[5]] * 10**6)
-    yield prompted(COMPLETIONS, "10^6 tokens to echo", lambda: [5] * 10**6, echo=True)
-    yield Hostile("/v1/completions 10^6 biases", COMPLETIONS, _many_biases, "logit_bias")
+    yield prompted(COMPLETIONS, "10^5 lists", lambda: [[5]] * 10**5)
+    yield prompted(COMPLETIONS, "10^5 tokens to echo", lambda: [5] * 10**5, echo=True)
+    for name, make in _MANY_VALUES.items():
+        path = DETOKENIZE if name == "tokens" else COMPLETIONS if name in ("prompt", "logit_bias", "stop") else CHAT
+        yield Hostile(f"{path} {name} of 10^6 values", path, filled(path, name, make), None, "values", (413,))
     for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, TOKENIZE):
         yield Hostile(
             f"{path} 17 MB", path, lambda: b'{"prompt": "' + b"a" * (17 * 10**6) + b'"}', None, statuses=(413,)
         )
 
 
-def _many_biases() -> bytes:
-    return json.dumps({**GOOD[COMPLETIONS], "logit_bias": {str(i): 1 for i in range(10**6)}}).encode()
+# Each more than an event loop should make objects of
+_MANY_VALUES: dict[str, Callable[[], object]] = {
+    "prompt": lambda: [5] * 10**6,
+    "stop": lambda: ["a"] * 10**6,
+    "logit_bias": lambda: {str(i): 1 for i in range(10**6)},
+    "metadata": lambda: [[]] * 10**6,
+    "unknown": lambda: [{}] * 10**6,
+    "messages": lambda: [HI] * 200_000,
+    "tokens": lambda: [5] * 10**6,
+}
+
+
+def filled(path: str, name: str, make: Callable[[], object]) -> Callable[[], bytes]:
+    return lambda: json.dumps({**GOOD[path], name: make()}).encode()
 
 
 def _many_fields() -> bytes:

@@ -75,7 +75,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
     "huge": {"authorization": "Bearer " + "k" * 30_000},
     "x-api-key unknown": {"x-api-key": "sk-mallory-000009"},
     "x-api-key empty": {"x-api-key": ""},
-    "wrong before right": {"authorization": "Bearer sk-mallory-000009", "x-api-key": ALICE},
+    "two wrong ones": {"authorization": "Bearer sk-mallory-000009", "x-api-key": "sk-mallory-000010"},
     "cookie": {"authorization": "", "cookie": f"key={ALICE}; authorization=Bearer {ALICE}"},
     "another header": {"authorization": "", "x-forwarded-authorization": f"Bearer {ALICE}", "api-key": ALICE},
     "host of the machine": {"authorization": "", "host": "localhost"},
@@ -132,6 +132,8 @@ def test_a_body_is_not_read_for_someone_without_a_key(locked: Server) -> None:
 def test_both_headers_carry_a_key(locked: Server) -> None:
     for headers in ({"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {BOB} "}, {"x-api-key": BOB}):
         assert locked.get("/v1/models", headers=headers).status == 200
+    left_over = {"authorization": "Bearer sk-of-another-server", "x-api-key": BOB}  # one of two is enough
+    assert locked.get("/v1/models", headers=left_over).status == 200
 
 
 def test_only_an_admin_may_change_the_cache(locked: Server) -> None:
