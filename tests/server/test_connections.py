@@ -1,0 +1,190 @@
+"""Raw sockets: what a connection may do, and that every state of it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.rig import FAKE, Server, serving
+
+LIMIT_S = 30.0
+BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
+LONG = {**BODY, "max_tokens": 3000, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    options = ("--device", "5ms", "--header-timeout", "1", "--body-timeout", "1", "--slow-client-timeout", "1")
+    with serving(str(tiny_model), *FAKE, *options, "--api-key", "sk-connections", key="sk-connections") as server:
+        yield server
+
+
+def request(
+    body: object, *headers: str, path: str = "/v1/chat/completions", key: str | None = "sk-connections"
+) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}", *headers]
+    if key is not None:
+        lines.append(f"authorization: Bearer {key}")
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def statuses(sock: socket.socket, count: int) -> list[int]:
+    """Of the next answers, in order."""
+    data = b""
+    while len(found := re.findall(rb"HTTP/1\.1 (\d+) ", data)) < count:
+        if not (more := sock.recv(65536)):
+            break
+        data += more
+    return [int(status) for status in found]
+
+
+def flood(sock: socket.socket, data: bytes) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        sock.sendall(data)
+        time.sleep(0.01)
+
+
+def ends(sock: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    sock.settimeout(LIMIT_S)
+    data = b""
+    try:
+        while more := sock.recv(65536):
+            data += more
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def test_silence_is_ended(server: Server) -> None:
+    with server.raw() as sock:
+        assert b" 408 " in ends(sock)
+
+
+def test_an_empty_line_after_an_answer_does_not_keep_a_connection_open(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(request(BODY))
+        assert statuses(sock, 1) == [200]
+        sock.sendall(b"\r\n")
+        ends(sock)
+
+
+def test_a_body_that_comes_after_its_answer_does_not_keep_it_open(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
+        assert statuses(sock, 1) == [200]
+        sock.sendall(b"x")
+        ends(sock)
+
+
+def test_answers_nobody_reads_are_cut(server: Server) -> None:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(server.address)
+        sock.settimeout(LIMIT_S)
+        head = "GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sk-connections\r\n\r\n"
+        with pytest.raises(ConnectionError):  # once it is cut
+            flood(sock, head.encode())
+    assert server.get("/health").status == 200
+
+
+def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(request(BODY) + request({**BODY, "max_tokens": 0}) + request(BODY))
+        assert statuses(sock, 3) == [200, 400, 200]
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+def test_a_pipelined_request_does_not_hide_that_the_client_left(server: Server, pause_s: float) -> None:
+    sock = server.raw()
+    sock.sendall(request(LONG))
+    assert statuses(sock, 1) == [200]
+    time.sleep(pause_s)
+    sock.sendall(request(BODY))
+    time.sleep(pause_s)
+    sock.close()
+    server.wait_free(LIMIT_S)
+
+
+def test_part_of_a_next_request_is_not_answered_into_a_stream(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(request({**LONG, "max_tokens": 600}) + b"GET /hea")  # about three times the header timeout
+        data = ends(sock)
+    assert data.count(b"HTTP/1.1") == 2  # the stream, then 408
+    assert data.index(b"data: [DONE]") < data.index(b" 408 ")
+
+
+def test_a_trailer_is_no_header(server: Server) -> None:
+    data = b'{"prompt": "Hi"}'
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with server.raw() as sock:
+        sock.sendall(head + b"%x\r\n%s\r\n0\r\nx-api-key: sk-connections\r\n\r\n" % (len(data), data))
+        assert statuses(sock, 1) == [401]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_an_offer_of_http2_is_declined_and_its_body_read(server: Server, is_split: bool) -> None:
+    """As Java's client and curl --http2 send it."""
+    whole = request(BODY, "connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+    with server.raw() as sock:
+        if is_split:
+            at = whole.index(b"\r\n\r\n") + 4
+            sock.sendall(whole[:at])
+            time.sleep(0.2)
+            sock.sendall(whole[at:])
+        else:
+            sock.sendall(whole)
+        assert statuses(sock, 1) == [200]
+
+
+def test_a_body_behind_an_upgrade_is_never_a_request(server: Server) -> None:
+    """However the header is cut in two."""
+    inner = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = b"POST /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(inner)
+    for at in (head.index(b"upgrade: h2c") + 3, len(head)):
+        with server.raw() as sock:
+            sock.sendall(head[:at])
+            time.sleep(0.1)
+            sock.sendall(head[at:])
+            time.sleep(0.1)
+            sock.sendall(inner)
+            assert b" 200 " not in ends(sock)
+
+
+def test_who_asks_first_whether_to_send_a_body_is_refused_without_it(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n"
+    with server.raw() as sock:
+        sock.sendall(head)
+        assert statuses(sock, 1) == [401]
+
+
+def test_who_may_send_it_is_told_so(server: Server) -> None:
+    whole = request(BODY, "expect: 100-continue")
+    at = whole.index(b"\r\n\r\n") + 4
+    with server.raw() as sock:
+        sock.sendall(whole[:at])
+        assert statuses(sock, 1) == [100]
+        sock.sendall(whole[at:])
+        assert statuses(sock, 1) == [200]
+
+
+def test_http_1_0_is_answered_and_closed(server: Server) -> None:
+    with server.raw() as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in ends(sock)
+
+
+def test_a_request_must_name_one_host(server: Server) -> None:
+    for hosts in (b"", b"host: localhost\r\nhost: elsewhere\r\n"):
+        with server.raw() as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\n" + hosts + b"\r\n")
+            assert statuses(sock, 1) == [400]

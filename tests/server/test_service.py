@@ -1,0 +1,174 @@
+"""The service behind the protocols: bounds, bills and failures, over HTTP with the fake backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.rig import FAKE, Server, serving
+from tests.tiny import write_tiny_model
+
+KEYS = """
+keys:
+  - {key: sk-plain-key, name: plain}
+  - {key: sk-three-a-minute, name: three, requests_per_minute: 3}
+  - {key: sk-admin-key, name: root, admin: true}
+"""
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text(KEYS)
+    options = ("--device", "5ms", "--max-queue", "4", "--max-num-seqs", "2", "--api-keys-file", str(path))
+    with serving(str(tiny_model), *FAKE, *options, key="sk-admin-key") as server:
+        yield server
+
+
+def metric(server: Server, name: str) -> float:
+    lines = server.get("/metrics").body.decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
+    busy = [server.send_request({**LONG, "n": 2}), server.send_request(LONG)]
+    while server.stats()["num_waiting"] == 0:
+        time.sleep(0.02)
+    headers = {"authorization": "Bearer sk-three-a-minute"}
+    before = metric(server, "quire:request_success_total")
+    for _ in range(5):
+        answer = server.post("/v1/chat/completions", {**SHORT, "n": 8}, headers=headers)
+        assert answer.status == 429
+        assert answer.json["error"]["code"] == "server_overloaded"
+    assert metric(server, "quire:request_success_total") == before  # nor is it counted as served
+    for sock in busy:
+        sock.close()
+    server.wait_free()
+    for _ in range(3):
+        assert server.post("/v1/chat/completions", SHORT, headers=headers).status == 200
+    answer = server.post("/v1/chat/completions", SHORT, headers=headers)
+    assert (answer.status, answer.json["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["x-should-retry"] == "true"
+
+
+SHORT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": 3000, "stream": True}
+
+
+def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
+    body = {
+        **SHORT,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": "Ho", "mood": "good"},
+            {"role": "user", "content": "Hi", "mood": "bad"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True, "speed": 9},
+        "b\u00e4d\nname": 1,
+    }
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status == 200
+    names = set(answer.headers["x-quire-ignored-fields"].split(", "))
+    assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Server) -> None:
+    data = b'{"prompt": [' + b"[1]," * 400_000 + b"[1]]}"
+    answer = server.post("/v1/completions", data=data)
+    assert (answer.status, answer.json["error"]["code"]) == (413, "request_too_large")
+    assert "262144 values" in answer.json["error"]["message"]
+
+
+def test_figures_of_the_cache_when_it_is_off(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--no-enable-prefix-caching") as server:
+        system = [{"type": "text", "text": "be kind " * 200, "cache_control": {"type": "ephemeral"}}]
+        body = {"model": "tiny", "max_tokens": 2, "system": system, "messages": [{"role": "user", "content": "Hi"}]}
+        for _ in range(2):
+            usage = server.post("/v1/messages", body).json["usage"]
+            assert usage["cache_creation_input_tokens"] == usage["cache_read_input_tokens"] == 0
+            assert usage["input_tokens"] > 200
+
+
+def test_a_hung_worker_is_found_though_its_clients_leave_first(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--hang-limit", "2") as server:
+        assert server.chat().status == 200
+        worker = server.worker_pid
+        os.kill(worker, signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT_S
+        while server.get("/health").json["status"] != "restarting":  # clients that wait half a second each
+            server.send_request(LONG).close()
+            time.sleep(0.5)
+            assert time.monotonic() < deadline, server.log
+        while server.get("/health").status != 200:
+            time.sleep(0.1)
+            assert time.monotonic() < deadline, server.log
+        assert server.chat().status == 200
+        assert server.worker_pid != worker
+
+
+def test_a_model_that_cannot_be_loaded_again(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "secretfolder")
+    with serving(str(folder), *FAKE) as server:
+        assert server.chat().status == 200
+        weights = folder / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(b"nothing")
+        os.kill(server.worker_pid, signal.SIGKILL)
+        server.wait_for("cannot|not sound|restart", LIMIT_S)
+        answer = server.chat()
+        assert answer.status == 503
+        assert answer.headers["x-should-retry"] == "true"
+        assert "secretfolder/" not in answer.body.decode()
+        assert server.get("/health").json["status"] == "restarting"
+        weights.write_bytes(whole)
+        deadline = time.monotonic() + LIMIT_S
+        while server.get("/health").status != 200:
+            time.sleep(0.1)
+            assert time.monotonic() < deadline, server.log
+        assert server.chat().status == 200
+
+
+def test_one_key_cannot_push_out_the_pins_of_another(server: Server) -> None:
+    server.post("/v1/cache/clear")
+
+    def ask(key: str, text: str, name: str) -> int:
+        body = {**SHORT, "messages": [{"role": "user", "content": text}], "prompt_cache_key": name}
+        answer = server.post("/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status == 200
+        return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    ask("sk-plain-key", "my words " * 40, "mine")
+    for i in range(12):
+        ask("sk-admin-key", f"{i} other words " * 80, f"theirs-{i}")
+    again = ask("sk-plain-key", "my words " * 40, "mine")
+    assert again > 50
+    server.post("/v1/cache/clear")
+    server.wait_free()
+
+
+def test_the_server_holds_no_weights(server: Server) -> None:
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "/torch/" not in maps
+
+
+def test_an_idle_server_costs_nothing(server: Server) -> None:
+    server.wait_free()
+    time.sleep(2)  # the worker looks at its books once, a second after its last work
+
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    pids = (server.process.pid, server.worker_pid)
+    before = [ticks(pid) for pid in pids]
+    time.sleep(2)
+    assert [ticks(pid) for pid in pids] == before
