@@ -13,6 +13,8 @@ from quire.errors import (
     Draining,
     InvalidRequest,
     LostBeforeStart,
+    MissingExtra,
+    ModelFileError,
     QueueFull,
     QuireError,
     RequestFailed,
@@ -97,6 +99,10 @@ def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiEr
             return ApiError(Kind.DIED, told, retry_after_s=1.0, may_retry=True)
         case WorkerDied():
             return ApiError(Kind.DIED, text if text.startswith(_OURS) else "the model's process failed")
+        case ModelFileError() | MissingExtra():  # it could be loaded before; why not again is for operators
+            log.error("the model cannot be loaded again: %s", text)
+            message = "the model is being restarted"
+            return ApiError(Kind.UNAVAILABLE, message, retry_after_s=10.0, reason="restarting")
         case RequestFailed():
             return ApiError(Kind.FAILED, next((words for words in _CUT if text.startswith(words)), text))
         case _:

@@ -174,9 +174,16 @@ class HttpProtocol(HttpToolsProtocol):
         super().shutdown()
         self._linger()
 
+    def cut(self) -> None:
+        """The server ends: whoever has not read its answer by now does not read."""
+        if any(not cycle.response_complete for cycle in self._cycles):
+            self.transport.abort()
+
     def _refuse(self, status: int, text: str) -> None:
         if not self.transport.is_closing():
-            if all(cycle.response_complete for cycle in self._cycles):  # never into an answer that is being written
+            pending = [cycle for cycle in self._cycles if not cycle.response_complete]
+            if len(pending) <= 1 and not any(cycle.response_started for cycle in pending):
+                # Never into an answer that is being written, or in place of one that comes first.
                 head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
                 self.transport.write(f"{head}connection: close\r\n\r\n{text}".encode())
             self.transport.close()
@@ -264,6 +271,9 @@ class HttpServer(uvicorn.Server):
         try:
             await self._on_stop()
         finally:
+            for connection in tuple(self.server_state.connections):
+                if isinstance(connection, HttpProtocol):
+                    connection.cut()
             self._end.set()
 
 

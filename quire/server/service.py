@@ -20,7 +20,7 @@ from quire.engine.client import EngineClient
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
-from quire.errors import ContextTooLong, MissingExtra, ModelFileError, TemplateError
+from quire.errors import ContextTooLong, TemplateError
 from quire.server.ask import Ask, Breakpoint, Prompt
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
@@ -153,10 +153,6 @@ class Service:
             if work.error is None:
                 raise
             raise work.error from None  # it was cut
-        except (ModelFileError, MissingExtra, OSError) as error:  # it could be loaded before; its text is for operators
-            log.error("%s: the model cannot be loaded again: %s", work.request_id, error)
-            text = "the model is being restarted"
-            raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=10.0, reason="restarting") from None
         finally:
             work.submitting = None
         self._queued |= {generation.request_ids[0]: work for generation in work.generations}

@@ -25,14 +25,10 @@ def server(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-def request(
-    body: object, *headers: str, path: str = "/v1/chat/completions", key: str | None = "sk-connections"
-) -> bytes:
+def request(body: object, *headers: str) -> bytes:
     data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}", *headers]
-    if key is not None:
-        lines.append(f"authorization: Bearer {key}")
-    return "\r\n".join([*lines, "", ""]).encode() + data
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "authorization: Bearer sk-connections", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
 
 
 def statuses(sock: socket.socket, count: int) -> list[int]:

@@ -20,6 +20,8 @@ keys:
   - {key: sk-admin-key, name: root, admin: true}
 """
 LIMIT_S = 60.0
+SHORT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": 3000, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +58,6 @@ def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
     assert (answer.status, answer.json["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
-
-
-SHORT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
-LONG = {**SHORT, "max_tokens": 3000, "stream": True}
 
 
 def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:

@@ -88,6 +88,10 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     if isinstance(given, str):
         return (given,)
     if given and isinstance(given[0], int):
+        kinds = {type(entry) for entry in given}
+        if kinds != {int}:  # said without the entry: it may be text
+            at = next(i for i, entry in enumerate(given) if type(entry) is not int)
+            raise InvalidRequest(f"prompt[{at}] is a {type(given[at]).__name__}, not a token id")
         check_tokens("prompt", given)  # type: ignore[arg-type]  # says which entry is none
         return (tuple(given),)  # type: ignore[arg-type]
     if len(given) > MAX_PROMPTS:
