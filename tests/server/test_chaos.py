@@ -281,7 +281,7 @@ def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
 @pytest.fixture(scope="module")
 def fragile(tiny_model: Path) -> Iterator[Server]:
     options = ("--device", "5ms", "--max-num-seqs", "16", "--hang-limit", "2", "--keep-alive-interval", "30")
-    with serving(str(tiny_model), *FAKE, *options) as server:
+    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", *options) as server:  # for all at once
         yield server
 
 

@@ -346,7 +346,7 @@ def test_messages_alone() -> None:
 BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt has 0 entries", "prompt"),
     ({"prompt": ["x"] * 65}, "prompt has 65 entries", "prompt"),
-    ({"prompt": [1, "a"]}, "prompt[1] = 'a' is not a token id", "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt[1] is a str, not a token id", "prompt[1]"),
     ({"prompt": ["a", 1]}, "prompt[1] is a int, of another kind", "prompt[1]"),
     ({"prompt": ["a", [1]]}, "prompt[1] is a list, of another kind", "prompt[1]"),
     ({"prompt": [3, -1]}, "prompt[1] = -1 is not a token id", "prompt[1]"),
