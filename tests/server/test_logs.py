@@ -52,6 +52,7 @@ def logs() -> Iterator[Callable[..., io.StringIO]]:
 
     def setup(level: str = "info", *, as_json: bool = False) -> io.StringIO:
         stream = io.StringIO()
+        logging.getLogger().handlers.clear()  # pytest's own: xdist cannot send what these tests log
         setup_logging(level, as_json=as_json, stream=stream)
         return stream
 
