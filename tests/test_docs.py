@@ -110,10 +110,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced code of a page, by what its fence says."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [code for name, code in found if name == language]
+
+
 def commands(page: Path) -> list[list[str]]:
     """The commands in a page's code blocks, without their comments and explanations."""
     found = []
-    for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL):
+    for block in blocks(page.read_text(), ""):
         for line in block.splitlines():
             command = re.split(r"\s{2,}|\s#", line)[0].strip()
             if command.split("/")[-1].split(" ")[0] in ("make", "quire"):
@@ -159,7 +165,7 @@ SERVED = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("serving",
 
 @pytest.mark.parametrize("page", [*SERVED, ROOT / "docs/generating.md"], ids=lambda page: page.name)
 def test_python_runs_as_written(page: Path, address: str) -> None:
-    examples = re.findall(r"```python\n(.*?)```", at(address, page.read_text()), re.DOTALL)
+    examples = blocks(at(address, page.read_text()), "python")
     assert examples or page in SERVED
     for example in examples:
         command = [sys.executable, "-W", "error", "-c", example]
@@ -172,7 +178,7 @@ def test_python_runs_as_written(page: Path, address: str) -> None:
 
 @pytest.mark.parametrize("page", SERVED, ids=lambda page: page.name)
 def test_curl_runs_as_written(page: Path, address: str) -> None:
-    for block in re.findall(r"```\n(.*?)```", at(address, page.read_text()), re.DOTALL):
+    for block in blocks(at(address, page.read_text()), ""):
         for command in re.findall(r"^curl (?:.*\\\n)*.*$", block, re.MULTILINE):
             words = ["bash", "-c", command.replace("curl ", "curl --fail-with-body ", 1)]
             outcome = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from quire.cli.remote import plain
+
 QUESTION = "What is the capital of France?"
 LIMIT_S = 300.0
 
@@ -24,7 +26,7 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
     try:
         for number in (1, 2):
             answer = _ask(url, model, keys)
-            text = answer["choices"][0]["message"]["content"].strip()
+            text = plain(answer["choices"][0]["message"]["content"].strip())
             typer.echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             typer.echo(f"  cache: {answer['cache']['message']}")
         typer.echo("")

@@ -247,6 +247,8 @@ class Server:
             raise kind(f"{self.url} {what}: it took too long") from None
         except OSError as error:
             raise kind(f"{self.url} {what}: {error.strerror or error}") from None
+        except http.client.IncompleteRead:
+            raise kind(f"{self.url} {what}: the connection ended") from None
         except (http.client.HTTPException, UnicodeError) as error:
             raise kind(f"{self.url} {what}: {type(error).__name__} {plain(str(error))}".rstrip()) from None
 

@@ -5,12 +5,14 @@ Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from quire.server.run import Startup
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
+OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
 # Where a field of the configs is not called like its option.
 FLAGS = {
     "num_threads": "--threads",
@@ -45,6 +48,11 @@ FLAGS = {
     "hang_limit_s": "--hang-limit",
 }
 Opt = typer.Option
+Texts = list[str] | None
+
+
+def _many(what: str) -> Any:
+    return typer.Option(metavar="TEXT", help=f"{what}; repeatable.")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -54,7 +62,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     import msgspec
 
     try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any] | None) or {}
     except OSError as error:
         raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
     except ImportError as error:
@@ -66,6 +74,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for name in values:
         if name not in known or name == "config":
             raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `quire serve`")
+    flags = {parameter.name for parameter in context.command.params if getattr(parameter, "is_flag", False)}
+    for name, value in values.items():
+        if isinstance(value, bool) and name not in flags:
+            raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is not a value but yes or no")
     repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
     for name in repeatable & values.keys():
         if isinstance(values[name], str):
@@ -76,15 +88,16 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 def serve(
     model: Annotated[str | None, typer.Argument(help="A name, a folder or a .gguf file.", envvar="QUIRE_MODEL")] = None,
+    model_option: Annotated[str | None, Opt("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
     config: Annotated[Path | None, Opt(help="YAML file of options.", is_eager=True, callback=read_config)] = None,
     host: Annotated[str, Opt(help="Where to listen. Anything but this machine needs a key.")] = "127.0.0.1",
     port: Annotated[int, Opt(help="0: any free one.")] = 8000,
-    served_model_name: Annotated[list[str] | None, Opt(help="Names clients may use; repeatable.")] = None,
-    api_key: Annotated[list[str] | None, Opt(help="Who has it may ask; repeatable.")] = None,
-    admin_api_key: Annotated[list[str] | None, Opt(help="Who has it may also clear and pin; repeatable.")] = None,
+    served_model_name: Annotated[Texts, _many("Names clients may use")] = None,
+    api_key: Annotated[Texts, _many("Who has it may ask")] = None,
+    admin_api_key: Annotated[Texts, _many("Who has it may also clear and pin")] = None,
     api_keys_file: Annotated[Path | None, Opt(help="YAML: keys with names, tiers and limits.")] = None,
     insecure: Annotated[bool, Opt("--insecure", help="Let other machines in without a key.")] = False,
-    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Between keys.")] = False,
+    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Let keys share it.")] = False,
     max_model_len: Annotated[int | None, Opt(help="Most tokens of prompt and answer.")] = None,
     max_num_seqs: Annotated[int, Opt(help="Requests in one step.")] = 64,
     max_num_batched_tokens: Annotated[int, Opt(help="Tokens in one step.")] = 2048,
@@ -98,7 +111,7 @@ def serve(
     device: loading.DeviceOption = "auto",
     threads: loading.ThreadsOption = None,
     scheduling_policy: Annotated[str, Opt(help="aging or fcfs.")] = "aging",
-    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier; 10.")] = None,
+    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier; 10 if not given.")] = None,
     max_queue: Annotated[int, Opt(help="Requests that may wait; more get 429.")] = 512,
     max_queued_tokens: Annotated[int, Opt(help="Tokens that may wait.")] = 1 << 20,
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
@@ -108,10 +121,10 @@ def serve(
     header_timeout: Annotated[float, Opt(help="Seconds for headers to arrive.")] = 10.0,
     slow_client_timeout: Annotated[float, Opt(help="Seconds a stream may go unread.")] = 30.0,
     keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a silent stream.")] = 10.0,
-    max_connections: Annotated[int, Opt(help="At once.")] = 4096,
+    max_connections: Annotated[int, Opt(help="Open at once.")] = 4096,
     hang_limit: Annotated[float, Opt(help="Seconds of silence after which the model's process is replaced.")] = 30.0,
-    allowed_origins: Annotated[list[str] | None, Opt(help="Web pages that may call (CORS); repeatable.")] = None,
-    allowed_hosts: Annotated[list[str] | None, Opt(help="Host names to answer to without a key; repeatable.")] = None,
+    allowed_origins: Annotated[Texts, _many("Web pages that may call (CORS)")] = None,
+    allowed_hosts: Annotated[Texts, _many("Host names to answer to without a key")] = None,
     ssl_certfile: Annotated[Path | None, Opt(help="TLS certificate.")] = None,
     ssl_keyfile: Annotated[Path | None, Opt(help="Its private key.")] = None,
     root_path: Annotated[str, Opt(help="Path prefix a proxy strips.")] = "",
@@ -147,7 +160,19 @@ def options_named() -> Iterator[None]:
         raise
 
 
+def _warn_of_strangers() -> None:
+    """A mistyped variable would otherwise be ignored without a word."""
+    known = {f"QUIRE_{name.upper()}" for name in inspect.signature(serve).parameters} | OTHER_VARIABLES
+    for name in sorted(name for name in os.environ if name.startswith("QUIRE_") and name not in known):
+        typer.echo(f"quire: {name} in the environment is not an option of `quire serve`, and is ignored", err=True)
+
+
 def _serve(options: dict[str, Any]) -> None:
+    _warn_of_strangers()
+    named = options.pop("model_option")
+    if named is not None and options["model"] is not None:
+        raise InvalidRequest(f"--model {named!r} and {options['model']!r}: name one model")
+    options["model"] = options["model"] or named
     try:
         from quire.server.logs import setup_logging
         from quire.server.run import run
@@ -160,11 +185,14 @@ def _serve(options: dict[str, Any]) -> None:
     setup_logging(config.log_level, as_json=config.log_format == "json")
 
     def on_ready(startup: Startup) -> None:
+        bar.close()
         announce(startup)
         if options["hello"]:
             say_hello(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
 
-    with loading.loading_bar(config.names[0]) as progress:
+    bar = ExitStack()
+    progress = bar.enter_context(loading.loading_bar(config.names[0]))
+    with bar, options_named():
         run(config, on_ready=on_ready, on_loading=progress)
 
 
@@ -281,8 +309,13 @@ def _why(config: ServeConfig) -> str:
 
 def _audience(config: ServeConfig) -> str:
     if config.has_keys:
-        return "those who have a key"
+        return "those who have a key" + ("" if config.is_local else f"; from other machines {_elsewhere(config)}")
     return "this machine only, without a key" if config.is_local else "EVERYONE who can reach it, without a key"
+
+
+def _elsewhere(config: ServeConfig) -> str:
+    name = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
+    return f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
 
 
 def _gb(num_bytes: int) -> str:

@@ -126,17 +126,26 @@ class EngineClient:
                     raise
                 log.error("%s could not be started again: %s", self.text.name, error)
             else:
+                if not is_first:
+                    log.warning("%s is ready again", self.text.name)
                 is_first = False
                 await link.ended.wait()
 
-    async def submit(self, request: GenerationRequest, *, news: asyncio.Event | None = None) -> Generation:
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        news: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
+    ) -> Generation:
         """Hand a request to the worker, starting one if there is none.
 
         `news` is set whenever anything about this generation changes. Several may share it; see `Generation.take`.
+        `on_start` is called when it begins, before its first step; it must not raise.
         """
         link = await self._ready_link()
         request_ids = tuple(next(self._ids) for _ in range(request.n))
-        generation = Generation(Answers(request, self.text.tokenizer), request_ids, link.cancel, news)
+        generation = Generation(Answers(request, self.text.tokenizer), request_ids, link.cancel, news, on_start)
         link.submit(request, generation)
         return generation
 

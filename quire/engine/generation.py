@@ -23,6 +23,7 @@ class Generation:
         request_ids: tuple[int, ...],
         on_cancel: Callable[[Generation], None],
         news: asyncio.Event | None = None,
+        on_start: Callable[[Generation], None] | None = None,
     ) -> None:
         self.answers = answers
         self.request_ids = request_ids  # one a sample
@@ -35,6 +36,7 @@ class Generation:
         self._is_told = False  # the error has been raised
         self._changed = asyncio.Event()  # ours alone: iterating must not use up the news of others
         self._news = news
+        self._on_start = on_start
 
     @property
     def is_started(self) -> bool:
@@ -89,6 +91,8 @@ class Generation:
     def start(self, started: Started) -> None:
         self.queued_s = started.waited_s
         self.cache, self.num_cached_tokens = started.cache, started.num_cached_tokens
+        if self._on_start is not None:
+            self._on_start(self)
         self.wake()
 
     def push(self, delta: Delta) -> None:

@@ -120,6 +120,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
     Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
     Endpoint("GET", "/docs", docs, "This list, for people."),
+    Endpoint("GET", "/", docs, "The same."),
 )  # fmt: skip
 
 

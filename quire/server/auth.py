@@ -124,7 +124,10 @@ def make_keyring(
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)
             raise InvalidRequest(f"{path}: {entry.name!r}: tier = {entry.tier!r} is not one of {tiers}")
-        limits = Limits(entry.max_requests, entry.requests_per_minute, entry.tokens_per_minute)
+        try:
+            limits = Limits(entry.max_requests, entry.requests_per_minute, entry.tokens_per_minute)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {entry.name!r}: {error}") from None
         keys.append((entry.key, _key(entry.name, Priority[entry.tier.upper()], entry.admin, limits, is_shared)))
     if path is not None and not keys:
         raise InvalidRequest(f"--api-keys-file {str(path)!r}: there is no key in it")

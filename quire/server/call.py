@@ -28,7 +28,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
 from quire.server.limits import Budget
-from quire.server.logs import Once
+from quire.server.logs import Once, log_refusal
 from quire.server.service import Service
 from quire.server.stream import EventStream
 from quire.server.work import ClientGone, Work
@@ -42,6 +42,7 @@ SPOKEN = ("messages", "prompt", "system")  # what people wrote is not repeated i
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,11 @@ class Call:
         self._gone: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Work] | None = None
         self._work: Work | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """It has begun to be served."""
+        return self._work is not None
 
     # What it brought
 
@@ -235,6 +241,9 @@ async def answer(call: Call, handler: Handler) -> Response | None:
 
 async def _refuse(call: Call, error: ApiError) -> Response:
     call.service.metrics.rejected(error.reason)
+    if not call.is_accepted:  # or its own line tells
+        key_name = call.key.name if hasattr(call, "key") else None
+        log_refusal(call.request_id, call.endpoint, key_name, call.dialect.status(error), error.reason, error.param)
     if call.has_body and error.kind is not Kind.TIMEOUT:
         await call.discard()
     return call.error(error)
@@ -246,6 +255,10 @@ def _announces_body(headers: Mapping[str, str]) -> bool:
 
 def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
     """Name the field and the value, in the words of whoever sent it."""
+    missing = _MISSING.match(str(error))
+    if missing is not None:
+        path = f"{missing['path'] or ''}.{missing['name']}".lstrip(".")
+        return ApiError(Kind.INVALID, f"{path} is missing", param=path)
     found = _PATH.match(str(error))
     if found is None:
         return ApiError(Kind.INVALID, f"the body: {error}")

@@ -69,6 +69,25 @@ def log_request(record: RequestRecord) -> None:
     _request_log.log(level, "%s", " ".join(f"{name}={_word(value)}" for name, value in fields.items()), extra=extra)
 
 
+def log_refusal(
+    request_id: str, endpoint: str, key_name: str | None, status: int, reason: str, param: str | None
+) -> None:
+    """One line for a request that was not served. The field it was refused for is named, not what stood in it."""
+    if not _request_log.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "endpoint": endpoint,
+        "key": key_name or "none",
+        "status": status,
+        "finish": "refused",
+        "error": reason,
+        **({"param": param} if param else {}),
+    }
+    text = " ".join(f"{name}={_word(_cut(value))}" for name, value in fields.items())
+    _request_log.info("%s", text, extra={_FIELDS: fields})
+
+
 def request_fields(record: RequestRecord) -> dict[str, object]:
     """What one line says, in order. What is not known is left out."""
     rate = record.tokens_per_s

@@ -128,6 +128,7 @@ class _Main:
                 task.cancel()
             await asyncio.wait({telling, watching})
             await self._service.close()
+            log.info("stopped")
 
     def _connect(self, on_step: Callable[[Stepped], None]) -> EngineClient:
         config = self._config
@@ -160,9 +161,10 @@ class _Main:
     async def _drain(self) -> None:
         service = self._service
         if service.num_open:
-            log.warning("draining %d requests, %g s at most; once more to cut", service.num_open, self._config.drain_s)
+            text = "finishing %d request(s), %g s at most; a second signal ends them at once"
+            log.warning(text, service.num_open, self._config.drain_s)
         if not await service.drain(self._config.drain_s):
-            log.warning("cutting %d requests", service.num_open)
+            log.warning("ending %d request(s) with an error", service.num_open)
             service.cut()
             with suppress(TimeoutError):
                 await service.drain(LAST_WORDS_S)

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.core.request import Priority
 from quire.engine.client import EngineClient
+from quire.engine.generation import Generation
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
@@ -70,7 +72,6 @@ class Service:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._works: set[Work] = set()
-        self._queued: dict[int, Work] = {}  # request id of the first sample -> whose it is, until it starts
         self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
 
     @property
@@ -142,11 +143,12 @@ class Service:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.limits.queue_timeout_s, self._time_out, work)
         work.on_close(timer.cancel)
+        started = partial(self._begin, work)
         work.submitting = asyncio.current_task()
         try:
             async with asyncio.timeout(self.limits.queue_timeout_s):
                 for request in work.requests:
-                    work.add(await self.client.submit(request, news=work.news))
+                    work.add(await self.client.submit(request, news=work.news, on_start=started))
         except TimeoutError:
             raise self._too_late("the model is still loading") from None
         except asyncio.CancelledError:
@@ -155,12 +157,9 @@ class Service:
             raise work.error from None  # it was cut
         finally:
             work.submitting = None
-        self._queued |= {generation.request_ids[0]: work for generation in work.generations}
 
     def close_work(self, work: Work) -> None:
         """Called once by a work that is over."""
-        for generation in work.generations:
-            self._queued.pop(generation.request_ids[0], None)
         if work in self._works:
             self._works.remove(work)
             self.quotas.of(work.caller.key).use(work.usage.completion_tokens)
@@ -179,12 +178,12 @@ class Service:
             reason="queue_timeout",
         )
 
+    def _begin(self, work: Work, generation: Generation) -> None:
+        if not work.is_started:
+            work.start(generation.queued_s or 0.0)
+            self.count(self.metrics.started, work.priority, generation.queued_s or 0.0)
+
     def _take_step(self, stepped: Stepped) -> None:
-        for started in stepped.started:
-            work = self._queued.pop(started.request_id, None)
-            if work is not None:
-                work.start(started.waited_s)
-                self.count(self.metrics.started, work.priority, started.waited_s)
         self.count(self.metrics.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:

@@ -180,7 +180,7 @@ class Work:
         self._service.close_work(self)
         if self.is_accepted:  # or it is a refusal, and counted as such
             self._service.count(self._service.metrics.finished, record)
-        log_request(record)
+            log_request(record)
 
     def _clock(self, batch: list[tuple[int, Delta]]) -> None:
         """Take the times: of the first token, and between tokens of each answer."""

@@ -87,7 +87,7 @@ def test_a_step_of_the_fake_takes_as_long_as_it_was_told(tiny_model: Path) -> No
             await engine.generate(request(engine))
             assert engine.facts is not None
             assert engine.facts.facts.device == "12.5ms"
-        assert sum(step.took_s >= 0.0125 for step in steps) == 8
+        assert sum(step.took_s >= 0.0125 for step in steps) >= 8  # and maybe one that only had to wait for a core
 
     run(work())
 

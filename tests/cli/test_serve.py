@@ -1,0 +1,121 @@
+"""`quire serve` as it is typed: options from three places, refusals that name them, a clean terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.rig import FAKE, serving
+
+LIMIT_S = 60.0
+
+
+def refuse(*options: str, **env: str) -> str:
+    """What it says when it does not start."""
+    command = [sys.executable, "-m", "quire", "serve", *options]
+    outcome = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ, **env}
+    )
+    assert outcome.returncode != 0
+    assert "Traceback" not in outcome.stderr
+    return outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--port", "99999"), "--port = 99999 is not a whole number from 0 to 65535"),
+        (("--max-queue", "0"), "--max-queue = 0 is not"),
+        (("--max-num-seqs", "0"), "--max-num-seqs = 0 is not"),
+        (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
+        (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
+        (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
+        (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
+        (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
+        (("--host", "0.0.0.0"), "there is no API key"),
+        (("--api-key", "short"), "8 to 512"),
+        (("--ssl-certfile", "nowhere.pem"), "TLS needs both"),
+        (("--root-path", "api"), "--root-path = 'api' does not begin with /"),
+        (("no/such/model",), "no/such/model"),
+        (("--config", "nowhere.yaml"), "nowhere.yaml"),
+        (("one", "--model", "two"), "name one model"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_name_of_its_option(options: tuple[str, ...], message: str) -> None:
+    assert message in refuse(*options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-queue: yes", "max_queue = True is not a value"),
+        ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
+        ("[1, 2]", "Expected `object | null`"),
+        ("a: [", "config.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert message in refuse("--config", str(path))
+
+
+def test_what_only_the_worker_finds_out_names_its_option_too(tiny_model: Path) -> None:
+    said = refuse(str(tiny_model), "--dtype", "fp16", "--port", "0")
+    assert "quire: --dtype = 'fp16' is not auto or one of" in said
+
+
+def test_flags_go_before_the_environment_and_that_before_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("served-model-name: one\nmax-queue: 5\nmax-num-seqs: 3\nmax-model-len: 128\n")
+    env = {"QUIRE_CONFIG": str(path), "QUIRE_MAX_QUEUE": "6", "QUIRE_MAX_NUM_SEQS": "4", "QUIRE_MAX_QUEU": "9"}
+    with serving(str(tiny_model), *FAKE, "--max-num-seqs", "7", env=env) as server:
+        said = "".join(server.stdout)
+        assert "quire serves one at" in said
+        assert "7 requests at once, up to 128 tokens each; 6 more may wait" in said
+        assert "QUIRE_MAX_QUEU in the environment is not an option" in "".join(server.stderr)
+
+
+def test_an_empty_file_says_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# later\n")
+    with serving("--model", str(tiny_model), *FAKE, "--config", str(path)) as server:
+        assert server.get("/health").status == 200
+
+
+def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -> None:
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "quire", "serve", str(tiny_model), *FAKE, "--port", "0", "--hello"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = ""
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while "once more:" not in text:
+            assert time.monotonic() < deadline, text
+            if select.select([terminal], [], [], 0.1)[0]:
+                text += os.read(terminal, 65536).decode(errors="replace")
+        time.sleep(1)
+    finally:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(terminal, 65536):
+                text += data.decode(errors="replace")
+        process.wait(LIMIT_S)
+        os.close(terminal)
+    assert process.returncode == 0
+    before, _, after = text.partition("quire serves ")
+    assert "loading tiny" in before
+    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is back
+    assert "loading tiny" not in after
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", after.replace("\x1b[", ""))
