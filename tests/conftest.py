@@ -29,3 +29,18 @@ def default_model() -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model of random weights, for what does not need sense."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+LONG_FILES = (
+    "test_worlds.py",
+    "test_mutants.py",
+    "test_smollm2.py",
+    "test_docs.py",
+    "test_chaos.py",
+    "test_hostile.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: files run side by side, and one that begins last is waited for by everybody."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
