@@ -172,7 +172,7 @@ class Call:
 
     async def stream(self, work: Work, events: AsyncIterator[bytes]) -> Response:
         """Server-sent events. An error before the first one is an ordinary error answer."""
-        stream = EventStream(self, work, events, self._limits.keep_alive_s)
+        stream = EventStream(work, events, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.work import ClientGone, Work
-
-if TYPE_CHECKING:
-    from quire.server.call import Call
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -28,11 +24,18 @@ log = logging.getLogger(__name__)
 class EventStream(Response):
     """A response whose body is written as it comes."""
 
-    def __init__(self, call: Call, work: Work, events: AsyncIterator[bytes], keep_alive_s: float) -> None:
-        headers = {**call.headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(
+        self,
+        work: Work,
+        events: AsyncIterator[bytes],
+        headers: Mapping[str, str],
+        dialect: Dialect,
+        keep_alive_s: float,
+    ) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
-        self._call = call
+        self._dialect = dialect
         self._work = work
         self._events = events
         self._keep_alive_s = keep_alive_s  # of silence; the head is not held back longer than that either
@@ -65,7 +68,7 @@ class EventStream(Response):
                 error = problem
             self._work.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._call.dialect.event(self._told(error), self._call.request_id))
+                await self._write(self._dialect.event(self._told(error), self._work.request_id))
             await self._end()
         finally:
             self._timer.cancel()
@@ -100,8 +103,8 @@ class EventStream(Response):
             case QuireError():
                 return from_quire(error)
             case _:
-                log.error("%s: a stream failed", self._call.request_id, exc_info=error)
-                text = f"the server failed at this request; its log has more under {self._call.request_id}"
+                log.error("%s: a stream failed", self._work.request_id, exc_info=error)
+                text = f"the server failed at this request; its log has more under {self._work.request_id}"
                 return ApiError(Kind.FAILED, text, reason="internal")
 
     def _tick(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority
@@ -19,10 +19,8 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
 from quire.server.limits import Ticket
 from quire.server.logs import log_request
+from quire.server.metrics import Metrics
 from quire.server.records import RequestRecord
-
-if TYPE_CHECKING:
-    from quire.server.service import Service
 
 
 class Caller(Protocol):
@@ -38,6 +36,18 @@ class Caller(Protocol):
     def arrived_s(self) -> float: ...
 
 
+class Host(Protocol):
+    """Where the work is done, as far as it needs to know."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    def pinned_tokens(self, request: GenerationRequest) -> int: ...
+    def count(self, count: Callable[..., None], *values: object) -> None: ...
+    def close_work(self, work: Work) -> None: ...
+
+
 class ClientGone(Exception):
     """Nobody reads the answer any more."""
 
@@ -47,7 +57,7 @@ class Work:
 
     def __init__(
         self,
-        service: Service,
+        service: Host,
         ask: Ask,
         caller: Caller,
         priority: Priority,
