@@ -42,7 +42,7 @@ serve: $(RUNTIME)  ## everything from nothing to a server with the default model
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -634,7 +634,7 @@ WIRE = (
     Wire("pickle", lambda: PICKLE),
     Wire("random bytes", lambda: bytes(range(256)) * 64),
     Wire("CONNECT", lambda: b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 404, 405, 501)),
-    Wire("a proxy's request", lambda: b"GET http://example.com/ HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 403, 404)),
+    Wire("a proxy's request", lambda: b"GET http://a.example/x HTTP/1.1\r\nhost: localhost\r\n\r\n", (400, 403, 404)),
     Wire("two hosts", lambda: _get(b"host: localhost\r\nhost: evil.example\r\n"), (400, 403)),
     Wire("two hosts, the good one last", lambda: _get(b"host: evil.example\r\nhost: localhost\r\n"), (400, 403)),
 )  # fmt: skip
@@ -666,7 +666,7 @@ PATHS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("DELETE", "/v1/models", (405,)),
     ("PATCH", "/metrics", (405,)),
     ("POST", "/health", (405,)),
-    ("OPTIONS", "/", (404,)),
+    ("OPTIONS", "/", (405,)),
     ("HEAD", "/nothing", (404,)),
-    ("TRACE", "/", (404,)),
+    ("TRACE", "/", (405,)),
 )

@@ -32,7 +32,7 @@ TRICKS = (
         "/health%00",
         "//health",
     ),
-    *("/Health", "/health;/../v1/models", "/nothing", "/", "/v1", "/metrics/", "/%2fhealth", "/health%2f..%2fmetrics"),
+    *("/Health", "/health;/../v1/models", "/nothing", "/v1", "/metrics/", "/%2fhealth", "/health%2f..%2fmetrics"),
 )
 
 

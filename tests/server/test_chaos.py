@@ -686,7 +686,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> 
             )
             await flowing.wait()
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(server.wait_for, "draining")
+            await asyncio.to_thread(server.wait_for, "finishing")
             ready = await ask_async(server, "/ready", None, method="GET")
             late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
             return await stream, ready, late
@@ -715,7 +715,7 @@ def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) 
             ]
             await flowing.wait()
             server.process.send_signal(number)
-            await asyncio.to_thread(server.wait_for, "draining")
+            await asyncio.to_thread(server.wait_for, "finishing")
             assert not streams[0].done()
             server.process.send_signal(number)
             return await asyncio.wait_for(asyncio.gather(*streams), 10)
