@@ -13,6 +13,8 @@ from tests.tiny import write_tiny_model
 
 # Test files run side by side, one a core. Threads that share a core wait for each other, here and in child processes.
 os.environ["OMP_NUM_THREADS"] = "1"
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # must stand before Triton is imported anywhere
 os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
 
 

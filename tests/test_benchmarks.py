@@ -1,8 +1,19 @@
 """Benchmarks run; what they measure is not a test's business."""
 
+from __future__ import annotations
+
+import importlib
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+BARE = ("msgspec", "starlette", "uvicorn", "typer", "rich", "gguf", "pytest", "jinja2", "hypothesis", "yaml")
 
 
 def test_the_benchmarks_of_the_server_run(tiny_model: Path) -> None:
@@ -28,3 +39,96 @@ def test_the_core_benchmark_runs() -> None:
     assert outcome.returncode == 0, outcome.stderr
     for word in ("share + release", "take, evicting", "us a step", "prefix tree at 0 % hits"):
         assert word in outcome.stdout
+
+
+# benchmarks/gpu.py, on a CPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its parts are scripts beside it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--quick", "--models", "qwen3-0.6b", "--out", str(tmp_path)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    for word in ("| A, seed 0 | qwen3-0.6b |", "| matrix products |", "transformers generate_batch: "):
+        assert word in outcome.stdout, outcome.stdout
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["failures"] == []
+    names = (
+        "ready, cold",
+        "A, seed 0",
+        "A, seed 1",
+        "B",
+        "C",
+        "C x 4 over the best single",
+        "prefix cache at 0 % hits",
+    )
+    assert [figure["what"] for figure in report["figures"]] == [*names, "64 x 256, beside transformers"]
+    assert [check["is_held"] for check in report["correctness"]] == [True] * 4
+    assert [window["what"] for window in report["profile"]["qwen3-0.6b"]] == ["prefill", "decode"]
+    for window in report["profile"]["qwen3-0.6b"]:
+        assert math.isclose(sum(window["by_kind_ms"].values()), window["busy_ms"])
+    assert 0 < report["ready"]["qwen3-0.6b"]["ready_s"] < report["ready"]["qwen3-0.6b"]["first_token_s"]
+
+
+def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    options = ["--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "gpu.py"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 1
+    assert json.loads((tmp_path / "gpu.json").read_text())["failures"] == ["ready, cold, qwen3-0.6b", "qwen3-0.6b"]
+    assert "device = 'tpu' is not auto, cpu or cuda" in outcome.stdout
+
+
+def test_the_gpu_benchmark_needs_only_what_a_gpu_machine_has() -> None:
+    script = f"import sys; sys.modules |= dict.fromkeys({BARE}); sys.path.insert(0, {str(FOLDER)!r}); import gpu"
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_workload_a_is_the_one_vllm_was_measured_on(gpu: Any) -> None:
+    workloads = gpu("gpu_workloads")
+    for seed in (0, 1):
+        workload = workloads.workload_a(workloads.FULL, seed)  # refuses other totals than those
+        assert len(workload.prompts) == 256
+    assert workloads.workload_b(workloads.FULL).num_in == 64 * (2048 + 64)
+
+
+def test_limits_are_what_the_memory_allows(gpu: Any, tmp_path: Path) -> None:
+    """C on Llama-3-8B: 256 times 15.0 GB at 4.28 TB/s. For A, more than what was worked out with real products."""
+    workloads = gpu("gpu_workloads")
+    spec = workloads.write_shape("llama-3-8b", workloads.FULL, tmp_path)
+    one = workloads.workload_c(workloads.FULL)
+    assert 0.90 < workloads.limit_s(spec, one) < 0.91
+    a = workloads.workload_a(workloads.FULL, 0)
+    assert 11_900 < a.num_out / workloads.limit_s(spec, a) < 14_000
+
+
+def test_time_on_the_device_is_counted_once(gpu: Any) -> None:
+    profile = gpu("gpu_profile")
+    events = [
+        profile.Event("_attend", 100.0, 150.0),
+        profile.Event("nvjet_tst_64x8", 140.0, 180.0),  # overlaps by 10
+        profile.Event("_norm", 150.0, 170.0),  # beneath another
+        profile.Event("_pick", 185.0, 190.0),  # a pause of 5: a launch
+        profile.Event("Memcpy DtoH", 240.0, 250.0),  # of 50: the host
+    ]
+    window = profile.summarise("decode", 1, 0.2, events)
+    assert (window.span_ms, window.host_gap_ms) == (0.15, 0.05)
+    assert window.busy_ms == pytest.approx(0.095)
+    assert window.idle_share == pytest.approx(1 - 0.095 / 0.2)
+    spent = {kind: round(ms * 1e3) for kind, ms in window.by_kind_ms.items() if ms}
+    assert spent == {"attention": 50, "matrix products": 30, "sampling": 5, "copies": 10}
+
+
+def test_the_time_of_steps_is_that_of_their_results(gpu: Any) -> None:
+    profile, driving = gpu("gpu_profile"), gpu("gpu_driving")
+    run = driving.Run(1.0, [], [driving.StepRecord(1, 1, end_s) for end_s in (0.01, 0.03, 0.07, 0.15)])
+    for steps, alone_ms, in_flight_ms in ((range(2), 30, 70), (range(1, 3), 60, 120), (range(1, 2), 20, 40)):
+        assert profile.wall_ms(run, steps, has_overlap=False) == pytest.approx(alone_ms)
+        assert profile.wall_ms(run, steps, has_overlap=True) == pytest.approx(in_flight_ms)

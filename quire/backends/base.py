@@ -9,6 +9,8 @@ from typing import Protocol
 from quire.core.block import BLOCK_SIZE
 from quire.core.step import StepPlan, StepResult
 
+DEFAULT_MAX_SEQS = 64  # on a CPU
+
 TokenMasks = Mapping[int, bytes]  # slot -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
 Progress = Callable[[int, int], None]  # bytes of the weights loaded, bytes in all
 
@@ -23,8 +25,10 @@ class BackendOptions:
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_bytes: int | None = None  # memory for the KV pool, where num_blocks is not given
-    max_seqs: int = 64
+    max_seqs: int | None = None
     max_context: int | None = None  # None: what the model was made for
+    max_step_tokens: int | None = None  # most tokens a step will bring, for backends that set memory aside for it
+    max_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Capacity:
     max_context: int
     vocab_size: int
     has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
+    max_step_tokens: int = 2048  # what a step should hold at most, where nobody said otherwise
+    max_chunk_tokens: int = 512  # and of one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,12 @@ class Runner(Protocol):
 
     def use_threads(self, num_threads: int) -> None:
         """Compute on so many threads of the host from the next step on, where it computes there at all."""
+
+    def prepare(self) -> bool:
+        """Make something ready that later steps will gain by, in a moment in which nobody waits: well under a second.
+
+        False: nothing was left to do. A runner serves as well without, only slower.
+        """
 
     def forward(self, plan: StepPlan) -> None:
         """Enqueue a step: its copies, then its forward pass. Does not wait for the device."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from quire.backends.base import BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Capacity, Progress, RunnerFacts, TokenMasks
 from quire.core.request import SamplingParams
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvalidRequest, InvariantViolation
@@ -92,11 +92,12 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     max_context = options.max_context or spec.max_context
     if max_context > spec.max_context:
         raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
-    enough = options.max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length
+    max_seqs = options.max_seqs or DEFAULT_MAX_SEQS
+    enough = max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length
     capacity = Capacity(
         num_blocks=options.num_blocks or min(NUM_BLOCKS, enough),
         block_size=options.block_size,
-        max_seqs=options.max_seqs,
+        max_seqs=max_seqs,
         max_context=max_context,
         vocab_size=spec.vocab_size,
     )
@@ -152,6 +153,9 @@ class FakeRunner:
 
     def use_threads(self, num_threads: int) -> None:
         del num_threads  # it has one
+
+    def prepare(self) -> bool:
+        return False
 
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _DEFAULT = BenchConfig()
 _OPTIONS = {  # a field, as the library names it, and the option it came from
-    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "device", "dtype")},
+    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens")},
+    **{name: name for name in ("device", "dtype", "load_format")},
     "num_threads": "threads",
 }
 PLOT_NAME = "speedup.png"
@@ -58,6 +59,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights for a config.json.")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help=f"Write report.json, report.md and {PLOT_NAME} into this folder.")
     ] = None,
@@ -78,7 +80,8 @@ def bench(
     if out is not None:
         _prepare(out)
     with _options_named():
-        report = _run(model, config, {"num_threads": threads, "dtype": dtype, "device": device})
+        settings = {"num_threads": threads, "dtype": dtype, "device": device, "load_format": load_format}
+        report = _run(model, config, settings)
     document = document_of(report, facts)
     if as_json:
         typer.echo(json.dumps(document, indent=2))

@@ -58,6 +58,7 @@ def chat(
     local: loading.LocalOption = False,
     dtype: loading.DtypeOption = None,
     device: loading.DeviceOption = None,
+    load_format: loading.LoadFormatOption = None,
     threads: loading.ThreadsOption = None,
     max_context: loading.ContextOption = None,
     kv_memory: loading.MemoryOption = None,
@@ -78,7 +79,7 @@ def chat(
             max_tokens=max_tokens,
             stop=stop or (),
         )
-    settings = loading.engine_settings(dtype, device, threads, max_context, kv_memory)
+    settings = loading.engine_settings(dtype, device, load_format, threads, max_context, kv_memory)
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         if not speaker.has_template:
             raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")

@@ -43,6 +43,7 @@ def generate(
     local: loading.LocalOption = False,
     dtype: loading.DtypeOption = None,
     device: loading.DeviceOption = None,
+    load_format: loading.LoadFormatOption = None,
     threads: loading.ThreadsOption = None,
     max_context: loading.ContextOption = None,
     kv_memory: loading.MemoryOption = None,
@@ -71,7 +72,7 @@ def generate(
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-    settings = loading.engine_settings(dtype, device, threads, max_context, kv_memory)
+    settings = loading.engine_settings(dtype, device, load_format, threads, max_context, kv_memory)
     text = read_prompt(prompt, is_raw=raw)
     head = [] if system is None else [{"role": "system", "content": system}]
     ask: Ask = text if raw else [*head, {"role": "user", "content": text}]

@@ -42,6 +42,7 @@ SeedOption = Annotated[int | None, typer.Option(help="The same seed draws the sa
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
 DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+LoadFormatOption = Annotated[str | None, typer.Option(help="auto, or dummy: random weights for a config.json.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
 ContextOption = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; as the model was made for.")]
 MemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="For the KV cache, like 2G or 512M.")]
@@ -58,7 +59,7 @@ _TYPED = {"kv_bytes": "--kv-memory", "num_threads": "--threads"}
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("dtype", "device", "num_threads", "max_context", "kv_bytes"),
+    *("dtype", "device", "load_format", "num_threads", "max_context", "kv_bytes"),
 }
 
 
@@ -80,12 +81,18 @@ def _option(name: str) -> str:
 
 
 def engine_settings(
-    dtype: str | None, device: str | None, threads: int | None, max_context: int | None, kv_memory: str | None
+    dtype: str | None,
+    device: str | None,
+    load_format: str | None,
+    threads: int | None,
+    max_context: int | None,
+    kv_memory: str | None,
 ) -> dict[str, Any]:
     """Those that were given, refused here if they can never work: before anything is fetched or loaded."""
     given: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
+        "load_format": load_format,
         "num_threads": threads,
         "max_context": max_context,
         "kv_bytes": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),

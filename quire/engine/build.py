@@ -17,7 +17,7 @@ from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.opening import open_checkpoint
+from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`, and the extra that brings what it needs.
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -32,6 +32,7 @@ LIMITS = {
     "max_chunk_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
+CHOSEN = ("max_seqs", "max_step_tokens", "max_chunk_tokens")  # by the backend, if they are not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,15 @@ class EngineConfig:
     backend: str = "torch"
     device: str = "auto"
     dtype: str = "auto"
+    load_format: str = "auto"
     num_threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_bytes: int | None = None
-    max_seqs: int = 64
+    max_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
     max_context: int | None = None
-    max_step_tokens: int = 2048
-    max_chunk_tokens: int = 512
+    max_step_tokens: int | None = None
+    max_chunk_tokens: int | None = None
     max_waiting: int = 4096
     policy: str = "aging"
     patience_s: float | None = None
@@ -59,12 +61,16 @@ class EngineConfig:
             raise InvalidRequest(f"backend = {self.backend!r} is not one of {', '.join(BACKENDS)}")
         if self.policy not in POLICIES:
             raise InvalidRequest(f"policy = {self.policy!r} is not one of {', '.join(POLICIES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name, low in (("num_threads", 1), ("num_blocks", 2), ("kv_bytes", 1), ("max_context", 2)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
         for name, high in LIMITS.items():
             value = getattr(self, name)
+            if value is None and name in CHOSEN:
+                continue
             if type(value) is not int or not 1 <= value <= high:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
         if type(self.is_caching) is not bool:
@@ -83,7 +89,7 @@ def make_engine(
     path: Path, config: EngineConfig, progress: Progress | None = None, observe: Observer = ignore
 ) -> Engine:
     """Load a model and make it ready. The checkpoint is closed again: its weights are in the runner."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, config.load_format)
     try:
         runner = make_runner(checkpoint, config, progress)
     finally:
@@ -126,8 +132,8 @@ def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ign
         cache,
         policy,
         max_seqs=capacity.max_seqs,
-        max_step_tokens=max(config.max_step_tokens, capacity.max_seqs),
-        max_chunk_tokens=config.max_chunk_tokens,
+        max_step_tokens=max(config.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
+        max_chunk_tokens=config.max_chunk_tokens or capacity.max_chunk_tokens,
         max_context=capacity.max_context,
         max_waiting=config.max_waiting,
         observe=observe,

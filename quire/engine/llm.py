@@ -41,7 +41,7 @@ class LLM:
         except TypeError as error:
             raise InvalidRequest(f"settings: {error}") from None
         path = _find(None if model is None else str(model))
-        self.text = ModelText.open(path)
+        self.text = ModelText.open(path, load_format=self.config.load_format)
         try:
             self.engine = make_engine(path, self.config, progress)
         except BaseException:

@@ -32,11 +32,11 @@ class ModelText:
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))
 
     @classmethod
-    def open(cls, path: Path, name: str | None = None) -> ModelText:
-        checkpoint = open_checkpoint(path)
+    def open(cls, path: Path, name: str | None = None, load_format: str = "auto") -> ModelText:
+        checkpoint = open_checkpoint(path, load_format)
         try:
             files = checkpoint.tokenizer_files()
-            tokenizer = make_tokenizer(files)
+            tokenizer = make_tokenizer(path, files)
             if tokenizer.vocab_size > checkpoint.spec.vocab_size:
                 sizes = f"{tokenizer.vocab_size} tokens, the model only {checkpoint.spec.vocab_size}"
                 raise ModelFileError(f"{path}: the tokenizer has {sizes}")
@@ -95,9 +95,9 @@ class ModelText:
         self.template.close()
 
 
-def make_tokenizer(files: TokenizerFiles) -> Tokenizer:
+def make_tokenizer(path: Path, files: TokenizerFiles) -> Tokenizer:
     if files.tokenizer_json is not None:
         return Tokenizer.from_json(files.tokenizer_json, files.config)
     if files.gguf is not None:
         return Tokenizer.from_gguf(files.gguf)
-    raise ModelFileError("the model has no tokenizer: neither tokenizer.json nor a GGUF vocabulary")
+    raise ModelFileError(f"{path}: has no tokenizer.json: without it there is no text, only token ids for an Engine")

@@ -108,6 +108,7 @@ class Worker:
         self._num_violations = 0
         self._last_step_s = 0.0
         self._is_audited = True  # nothing has happened since
+        self._is_preparing = True  # the runner may have something to make ready while nobody waits
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
@@ -137,6 +138,8 @@ class Worker:
             self._handle(messages)
             if self._engine.has_work:
                 self._step()
+            elif self._is_preparing:
+                self._prepare()
             elif not messages:
                 self._audit()
 
@@ -146,7 +149,7 @@ class Worker:
 
     def _sleep_s(self) -> float | None:
         """How long to wait for orders. None: for ever, because idle costs nothing."""
-        if self._engine.has_work:
+        if self._engine.has_work or self._is_preparing:
             return 0.0
         return None if self._is_audited else max(self._last_step_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
 
@@ -183,6 +186,14 @@ class Worker:
         request = self._engine.scheduler.get(event.request_id)
         assert request is not None  # admitted a moment ago, and its step has not run
         return Started(event.request_id, event.waited_ns / 1e9, request.num_cached_tokens, request.cache_explanation)
+
+    def _prepare(self) -> None:
+        """One piece at a time: whoever comes meanwhile waits for that piece alone."""
+        try:
+            self._is_preparing = self._engine.runner.prepare()
+        except Exception:
+            log.exception("the runner could not prepare further; it serves as it is")
+            self._is_preparing = False
 
     def _audit(self) -> None:
         """The laws of the core, once the work is done. A cache that breaks one is given up; the worker goes on."""

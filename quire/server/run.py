@@ -55,7 +55,7 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
     opened_s = time.monotonic()
-    text = ModelText.open(config.path, config.root or config.names[0])
+    text = ModelText.open(config.path, config.root or config.names[0], config.engine.load_format)
     timings = {"server": age_s, "tokenizer": time.monotonic() - opened_s}
     main = _Main(config, gate, text, timings, on_ready, on_loading, started_s)
     uvicorn_config = make_config(

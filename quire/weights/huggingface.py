@@ -10,8 +10,9 @@ from typing import Any
 
 from quire.errors import DownloadFailed, MissingExtra, ModelNotFound
 from quire.weights.fields import read_json
+from quire.weights.folder import member
 from quire.weights.gguf import is_later_part
-from quire.weights.safetensors import INDEX, MAX_INDEX_BYTES, SINGLE, member
+from quire.weights.safetensors import INDEX, MAX_INDEX_BYTES, SINGLE
 
 # What a model is made of, in the top folder of its repository. Pickles are left where they are.
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")

@@ -6,12 +6,17 @@ from pathlib import Path
 
 from quire.errors import ModelFileError, ModelNotFound
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.dummy import DummyCheckpoint
 from quire.weights.gguf import GgufCheckpoint, is_later_part
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 
+LOAD_FORMATS = ("auto", "dummy")  # the weights as the files hold them; random ones, in the shapes of config.json
 
-def open_checkpoint(path: Path) -> Checkpoint:
+
+def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     """A folder of safetensors, a `.gguf` file, or a folder with one GGUF model in it. The caller closes it."""
+    if load_format == "dummy":
+        return _open_dummy(path)
     if path.is_dir():
         if (path / "config.json").exists():
             return SafetensorsCheckpoint(path)
@@ -25,6 +30,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path}: is weights alone; open the folder it is in, which holds config.json too")
     raise ModelFileError(f"{path}: is neither a .gguf file nor a folder with config.json")
+
+
+def _open_dummy(path: Path) -> Checkpoint:
+    if not path.exists():
+        raise ModelNotFound(f"{path}: no such file or folder")
+    if not (path / "config.json").exists():
+        raise ModelFileError(f"{path}: is no folder with a config.json to take the shapes from (load_format = 'dummy')")
+    return DummyCheckpoint(path)
 
 
 def _only_gguf(folder: Path) -> Path:

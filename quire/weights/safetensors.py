@@ -1,4 +1,4 @@
-"""A folder as Hugging Face lays it out: config.json, safetensors in one file or in shards, tokenizer files.
+"""Weights as Hugging Face lays them out: safetensors in one file or in shards, beside config.json.
 
 The safetensors package judges each header; the bytes are then mapped here, so that bfloat16 needs no torch and nothing
 is copied. Only files of the folder itself are opened, whatever an index says.
@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 
 from quire.errors import MissingExtra, ModelFileError, UnsupportedModel
 from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, TokenizerFiles
-from quire.weights.config import find_architecture, read_generation, spec_from_config
-from quire.weights.fields import Fields, read_bounded, read_json, show
+from quire.weights.fields import read_json, show
+from quire.weights.folder import ModelFolder, member
 from quire.weights.gguf import map_file
 from quire.weights.gguf_spec import most_common_type
 from quire.weights.names import from_transformers, is_left_over
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
-MAX_TOKENIZER_BYTES = 128 << 20
-MAX_TEMPLATE_BYTES = 4 << 20
 MAX_SHARDS = 4096
 MAX_TENSORS = 65_536
 
@@ -52,24 +50,19 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        config_path = member(folder, "config.json")
-        config = read_json(config_path)
-        architecture = find_architecture(Fields(str(config_path), config))
-        generation_path = folder / "generation_config.json"
-        generation = read_json(member(folder, generation_path.name)) if generation_path.exists() else {}
+        self._folder = ModelFolder(folder)
         self._shards: list[_Shard] = []
         self._places: dict[str, _Place] = {}
         self._infos: dict[str, TensorInfo] = {}
         self.tensors: Mapping[str, TensorInfo] = self._infos
         try:
             for shard, name in self._listed():
-                self._add(shard, name, architecture)
-            quantization = most_common_type(self.tensors)
-            self.spec = spec_from_config(config, generation, str(config_path), quantization)
+                self._add(shard, name, self._folder.architecture)
+            self.spec = self._folder.spec(most_common_type(self.tensors))
         except BaseException:
             self.close()
             raise
-        self.generation = read_generation(generation, str(generation_path))
+        self.generation = self._folder.generation()
 
     def read(self, name: str) -> RawTensor:
         import numpy as np
@@ -83,38 +76,12 @@ class SafetensorsCheckpoint:
         return RawTensor(info, flat.reshape(-1, info.shape[-1] * _ITEM_BYTES[info.type]))
 
     def tokenizer_files(self) -> TokenizerFiles:
-        config = self._json("tokenizer_config.json")
-        words = self.path / "tokenizer.json"
-        return TokenizerFiles(
-            tokenizer_json=read_bounded(member(self.path, words.name), MAX_TOKENIZER_BYTES) if words.exists() else None,
-            gguf=None,
-            config=config,
-            chat_template=self._chat_template(config),
-        )
+        return self._folder.tokenizer_files()
 
     def close(self) -> None:
         for shard in self._shards:
             with suppress(BufferError):  # someone still reads a tensor: the map goes when they are done
                 shard.buffer.close()
-
-    def _json(self, name: str) -> dict[str, Any]:
-        return read_json(member(self.path, name)) if (self.path / name).exists() else {}
-
-    def _chat_template(self, config: Mapping[str, Any]) -> str | None:
-        """The newest form wins: a file of its own, then tokenizer_config.json, then chat_template.json."""
-        path = self.path / "chat_template.jinja"
-        if path.exists():
-            try:
-                return read_bounded(member(self.path, path.name), MAX_TEMPLATE_BYTES).decode()
-            except UnicodeDecodeError as error:
-                raise ModelFileError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
-        template = config.get("chat_template") or self._json("chat_template.json").get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
-            template = named[0] if named else None
-        if template is not None and not isinstance(template, str):
-            raise ModelFileError(f"{self.path}: chat_template is {show(template)}: not a string")
-        return template
 
     def _listed(self) -> Iterator[tuple[_Shard, str]]:
         """Every tensor of the checkpoint, with the file that holds it."""
@@ -174,25 +141,6 @@ class SafetensorsCheckpoint:
         info, offset = _read_entry(shard, name)
         self._infos[canonical] = info._replace(name=canonical)
         self._places[canonical] = _Place(shard, offset)
-
-
-def member(folder: Path, name: str) -> Path:
-    """A file of the folder by its bare name. A link may lead to the hub cache of the same model, nowhere else."""
-    if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
-        raise ModelFileError(f"{folder}: {show(name)} is not a bare file name")
-    path = folder / name
-    try:
-        real, home = path.resolve(strict=True), folder.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
-        raise ModelFileError(f"{folder}: {show(name)} cannot be read: {error}") from None
-    allowed = [home]
-    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
-        allowed.append(home.parent.parent)
-    if not any(real.is_relative_to(root) for root in allowed):
-        raise ModelFileError(f"{folder}: {show(name)} is a link that leads out of the folder, to {real}")
-    if not real.is_file():
-        raise ModelFileError(f"{folder}: {show(name)} is not a file")
-    return path
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:

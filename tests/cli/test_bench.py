@@ -93,6 +93,7 @@ def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.Monk
         (("--threads", "0"), "--threads 0 is not"),
         (("--device", "tpu"), "--device 'tpu' is not auto, cpu or cuda"),
         (("--dtype", "int3"), "--dtype 'int3' is not auto"),
+        (("--load-format", "gptq"), "--load-format 'gptq' is not one of auto, dummy"),
         (("--prompt-tokens", "9999"), "speedup needs 10063 tokens of context, and the model has 4096"),
     ],
 )

@@ -20,6 +20,7 @@ from quire.core.request import FinishReason
 from quire.errors import InvalidRequest
 from quire.weights.hub import DEFAULT_MODEL
 from tests.cli.runs import EchoLLM, Terminal, quire
+from tests.tiny import write_tiny_model
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -34,6 +35,21 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
 
 def run(*arguments: str, stdin: str | bytes = "") -> Any:
     return CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+
+
+# With weights that are made up
+
+
+def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    options = ("--model", str(folder), "--kv-memory", "1M", "--max-tokens", "3", "--ignore-eos", "--json")
+    outcome = quire("generate", "Hi", *options, "--load-format", "dummy")
+    assert outcome.returncode == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["usage"]["completion_tokens"] == 3
+    assert "holds neither model.safetensors nor" in quire("generate", "Hi", *options).stderr
+    refused = quire("generate", "Hi", *options, "--load-format", "gptq")
+    assert refused.stderr == "quire: --load-format = 'gptq' is not one of auto, dummy\n"
 
 
 # With the real model

@@ -91,7 +91,10 @@ def test_the_server_that_is_up_answers(default: ScriptedServer) -> None:
     assert [asked.path for asked in default.asked] == ["/health", "/v1/models", "/v1/chat/completions"]
 
 
-@pytest.mark.parametrize("options", [["--local"], ["--threads", "1"], ["--dtype", "auto"], ["--kv-memory", "1G"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--local"], ["--threads", "1"], ["--dtype", "auto"], ["--load-format", "auto"], ["--kv-memory", "1G"]],
+)
 def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: list[str]) -> None:
     assert run("generate", "Hi", *options).stdout == "Hi\n"
     assert not default.asked

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.rig import FAKE, serving
+from tests.tiny import write_tiny_model
 
 LIMIT_S = 60.0
 
@@ -40,6 +41,7 @@ def refuse(*options: str, **env: str) -> str:
         (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
         (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
         (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
+        (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
         (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
         (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
         (("--host", "0.0.0.0"), "there is no API key"),
@@ -84,6 +86,16 @@ def test_flags_go_before_the_environment_and_that_before_the_file(tiny_model: Pa
         assert "quire serves one at" in said
         assert "7 requests at once, up to 128 tokens each; 6 more may wait" in said
         assert "QUIRE_MAX_QUEU in the environment is not an option" in "".join(server.stderr)
+
+
+def test_shapes_without_weights_are_served(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    with serving(str(folder), "--load-format", "dummy", "--num-blocks", "20", "--threads", "1") as server:
+        answer = server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True})
+        assert answer.json["usage"]["completion_tokens"] == 3
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refuse(str(folder), "--load-format", "dummy", "--port", "0")
 
 
 def test_an_empty_file_says_nothing(tiny_model: Path, tmp_path: Path) -> None:

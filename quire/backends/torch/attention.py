@@ -1,7 +1,7 @@
-"""Attention over the paged cache: the reference path, in plain PyTorch.
+"""A forward pass in plain PyTorch, with attention over the paged cache: the reference path.
 
 Queries are those of one step; keys and values are read back through the block tables, this step's own included, so a
-shared, forked or chunked context takes the same way as any other. The CUDA path has the same signature.
+shared, forked or chunked context takes the same way as any other. `fused.py` has its kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,50 @@ from torch import Tensor
 
 from quire.backends.torch.batch import AttentionGroup, Batch
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import softcap
+from quire.backends.torch.layers import Angles, Heads, RMSNorm, Rotary, gated, softcap
+from quire.weights.spec import Activation
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G heads a kv head
+
+
+class ReferencePass:
+    def __init__(self, batch: Batch, store: KVStore) -> None:
+        self._batch = batch
+        self._store = store
+        self._angles: dict[Rotary, Angles] = {}
+
+    def embed(self, embedding: Tensor, scale: float) -> Tensor:
+        x = F.embedding(self._batch.tokens, embedding)
+        return x if scale == 1.0 else x * scale
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else x + residual
+        return norm(residual), residual
+
+    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm(x)
+
+    def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        qkv = qkv.view(-1, heads.num_heads + 2 * heads.num_kv_heads, heads.head_size)  # [T, H + 2K, D]
+        if heads.norm is not None:
+            qkv = heads.norm(qkv)
+        qkv = self._rotation(heads, qkv.dtype).rotate(qkv)
+        q, kv = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :]
+        self._store.store(heads.index, kv, self._batch.slot_rows)
+        return attend(
+            q, heads.index, self._store, self._batch, scale=heads.scale, window=heads.window, cap=heads.cap
+        )  # [T, H * D]
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation)
+
+    def _rotation(self, heads: Heads, dtype: torch.dtype) -> Angles:
+        angles = self._angles.get(heads.rotary)
+        if angles is None:
+            num_rotated = heads.num_heads + heads.num_kv_heads
+            angles = heads.rotary.angles(self._batch.positions, dtype, num_rotated, num_rotated + heads.num_kv_heads)
+            self._angles[heads.rotary] = angles
+        return angles
 
 
 def attend(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+
 import torch
 
-from quire.backends.base import BackendOptions, Progress
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
 from quire.backends.machine import available_bytes, default_threads, usable_cores
-from quire.backends.torch.kv_store import KVStore, block_bytes, blocks_in
+from quire.backends.torch.kv_store import KVStore, PoolRequest
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
 from quire.backends.torch.runner import TorchRunner
@@ -17,11 +20,13 @@ from quire.weights.spec import ModelSpec
 CPU_SHARE = 0.4  # of the memory available once the weights are loaded, for the KV pool
 CPU_CAP = 4 << 30  # a laptop has other things to do
 CUDA_SHARE = 0.9
-MIN_POOL_TOKENS = 512  # a pool chosen by quire that holds less is no use to anybody
+CUDA_MAX_SEQS = 256
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+log = logging.getLogger(__name__)
 
-def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> TorchRunner:
+
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     if spec.family not in MODELS:
         raise UnsupportedModel(f"model family {spec.family!r} is not one the torch backend runs: {', '.join(MODELS)}")
@@ -32,12 +37,27 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     max_context = options.max_context or spec.max_context
     if max_context > spec.max_context:
         raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
+    is_fused = device.type == "cuda" and _has_triton()
+    max_seqs = options.max_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device, progress)
         model = MODELS[spec.family](spec, weights, max_context)
-        num_blocks = _num_blocks(options, spec, dtype, device, max_context)
-        store = KVStore(spec, num_blocks, options.block_size, dtype, device)
-    return TorchRunner(model, store, max_seqs=options.max_seqs, max_context=max_context)
+        if is_fused:
+            from quire.backends.torch.build_cuda import make_cuda_runner  # Triton is not everywhere
+
+            return make_cuda_runner(model, options, dtype, max_seqs=max_seqs, max_context=max_context)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+        budget = int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_CAP)
+        pool = PoolRequest(spec, dtype, options, max_seqs=max_seqs, max_context=max_context)
+        store = KVStore(spec, pool.num_blocks(free, budget), options.block_size, dtype, device)
+    return TorchRunner(model, store, max_seqs=max_seqs, max_context=max_context)
+
+
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.warning("Triton is not installed: this GPU runs the plain path, many times slower. pip install triton")
+    return False
 
 
 def _device(name: str) -> torch.device:
@@ -67,33 +87,3 @@ def _num_threads(asked: int | None) -> int:
     if asked is not None and asked > num_cores:
         raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
     return asked or default_threads()
-
-
-def _num_blocks(
-    options: BackendOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_context: int
-) -> int:
-    """As many as were asked for, or as the memory budget holds, but no more than could ever be used."""
-    is_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_bytes()
-    per_block = block_bytes(spec, options.block_size, dtype)
-    if options.num_blocks is not None:
-        if options.num_blocks * per_block > free:
-            raise InvalidRequest(
-                f"num_blocks = {options.num_blocks} take {options.num_blocks * per_block:,} bytes of KV"
-                f" cache; {free:,} are free"
-            )
-        return options.num_blocks
-    if options.kv_bytes is not None:
-        if options.kv_bytes > free:
-            raise InvalidRequest(f"kv_bytes = {options.kv_bytes:,} is more than the {free:,} bytes that are free")
-        num_blocks = blocks_in(options.kv_bytes, spec, options.block_size, dtype)
-    else:
-        budget = int(free * CUDA_SHARE) if is_cuda else min(int(free * CPU_SHARE), CPU_CAP)
-        num_blocks = budget // per_block
-        num_tokens = (num_blocks - 1) * options.block_size
-        if num_tokens < min(MIN_POOL_TOKENS, max_context):
-            raise InvalidRequest(
-                f"kv_bytes: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a context of"
-                f" {max(num_tokens, 0)} tokens. Free some memory, or say how much to take"
-            )
-    return min(num_blocks, options.max_seqs * -(-max_context // options.block_size) + 1)  # everyone at full length

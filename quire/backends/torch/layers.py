@@ -6,6 +6,8 @@ Not `nn.Module`: there is nothing to train, and a module's call costs more than 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -77,16 +79,16 @@ class Rotary:
         self.half = spec.rotary_size // 2
         self.size = spec.rotary_size
         self.is_partial = spec.rotary_size < head_size
-        self._cosines = torch.cat((cosines, cosines), -1)  # [max context, rotary size]
-        self._sines = torch.cat((-sines, sines), -1)  # signed, so that a rolled half needs no negation
+        self.cosines, self.sines = cosines, sines  # [max context, rotary size / 2]
 
     def angles(self, positions: Tensor, dtype: torch.dtype, num_rotated: int, num_heads: int) -> Angles:
         """Looked up once a step, used by every layer. Heads after `num_rotated`, the values, are left as they are."""
         shape = (len(positions), num_heads, self.size)
+        half_cosines, half_sines = self.cosines[positions], self.sines[positions]
         cosines = torch.ones(shape, dtype=dtype, device=positions.device)
-        cosines[:, :num_rotated] = self._cosines[positions, None]
-        sines = torch.zeros(shape, dtype=dtype, device=positions.device)
-        sines[:, :num_rotated] = self._sines[positions, None]
+        cosines[:, :num_rotated] = torch.cat((half_cosines, half_cosines), -1)[:, None]
+        sines = torch.zeros(shape, dtype=dtype, device=positions.device)  # signed: a rolled half needs no negation
+        sines[:, :num_rotated] = torch.cat((-half_sines, half_sines), -1)[:, None]
         return Angles(self, cosines, sines)
 
 
@@ -109,6 +111,57 @@ class Angles:
 
     def _rotate(self, x: Tensor) -> Tensor:
         return torch.addcmul(x * self._cosines, torch.roll(x, self._rotary.half, -1), self._sines)
+
+
+class HeadNorm:
+    """An RMS norm on every query and key head."""
+
+    __slots__ = ("_norm", "_num_normed", "_weights", "eps", "k_weight", "q_weight")
+
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # [D] each
+        self._num_normed = num_heads + num_kv_heads
+        # One norm over unit weights, then each head's own: queries and keys stay one tensor.
+        self._weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))  # [H + K, D]
+        self._norm = RMSNorm(torch.ones_like(q_weight), eps)
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[T, H + 2K, D] before rotation; the values are left as they are."""
+        qk = self._norm(qkv[:, : self._num_normed]) * self._weights
+        return torch.cat((qk, qkv[:, self._num_normed :]), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What attention in one layer needs to know beside the step's own queries, keys and values."""
+
+    index: int  # of the layer
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    cap: float  # 0: none
+    window: int  # 0: none
+    rotary: Rotary
+    norm: HeadNorm | None = None
+
+
+class Pass(Protocol):
+    """The operations of one forward pass over its batch, each as this device does it best. Products are `Linear`s."""
+
+    def embed(self, embedding: Tensor, scale: float) -> Tensor:
+        """The step's tokens as rows [T, E]."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum: what the next one adds to. `residual` may be overwritten."""
+
+    def norm(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
+
+    def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        """qkv [T, (H + 2K) * D] to [T, H * D]: norm and rotate, store keys and values, attend to the whole context."""
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, of both side by side [T, 2 * F]."""
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -14,9 +14,13 @@ from torch import Tensor
 from quire.backends.base import Progress
 from quire.backends.torch.layers import Linear
 from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
+from quire.weights.dummy import DummyCheckpoint
 from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
+
+DUMMY_SEED = 0
+DUMMY_STD = 0.02  # as most models begin their training: answers are nonsense, but every number is finite
 
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
@@ -76,6 +80,7 @@ class _Loader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._random = torch.Generator(device).manual_seed(DUMMY_SEED)
         self._progress = progress
         self._num_done = 0
         self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
@@ -98,10 +103,18 @@ class _Loader:
         out = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
-            out[first : first + shape[0]].copy_(_to_tensor(self._checkpoint.read(name)))
+            self._fill(out[first : first + shape[0]], name)
             first += shape[0]
             self._report(self._checkpoint.tensors[name].num_bytes)
         return out
+
+    def _fill(self, out: Tensor, name: str) -> None:
+        if not isinstance(self._checkpoint, DummyCheckpoint):
+            out.copy_(_to_tensor(self._checkpoint.read(name)))
+        elif name.endswith("norm.weight"):
+            out.fill_(1 - self._checkpoint.spec.norm_offset)
+        else:
+            out.normal_(0, DUMMY_STD, generator=self._random)  # on the device itself: 8 billion in a second
 
     def _report(self, num_bytes: int) -> None:
         self._num_done += num_bytes

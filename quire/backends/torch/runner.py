@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.llama import LlamaModel
@@ -88,6 +89,9 @@ class TorchRunner:
         if self.store.device.type == "cpu":
             torch.set_num_threads(num_threads)
 
+    def prepare(self) -> bool:
+        return False
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:
@@ -96,13 +100,13 @@ class TorchRunner:
             self._penalties.release(slot)
         self.store.copy(plan.copies)
         batch = build_batch(plan.slices, self.store, self.model.spec.windows, self._last_samples)
-        hidden = self.model.forward(batch, self.store)  # [T, E]
+        hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
         rows = tuple(row for row, piece in enumerate(batch.slices) if piece.wants_token)
         logits = None
         if rows:
             wanted = [batch.last_rows[row] for row in rows]
             is_all = len(wanted) == hidden.shape[0]
-            logits = self.model.logits(hidden if is_all else hidden[wanted])
+            logits = self.model.logits(hidden if is_all else hidden[wanted]).float()
         # A NaN anywhere in a context reaches its last row: found there, it is found in prompts under way too.
         is_sound = torch.isfinite(hidden[list(batch.last_rows)].float().sum(-1))
         self._forwarded = _Forwarded(batch, rows, logits, is_sound, self._prompt_logprobs(batch, hidden))
@@ -183,6 +187,6 @@ class TorchRunner:
         parts = []
         for start in range(first, last, PROMPT_ROWS):
             stop = min(start + PROMPT_ROWS, last)
-            raw = self.model.logits(hidden[start - first : stop - first])
+            raw = self.model.logits(hidden[start - first : stop - first]).float()
             parts.append(rank_tokens(raw, piece.history[start:stop], piece.sampling.prompt_logprobs or 0))
         return join_prompt_logprobs(first, parts)

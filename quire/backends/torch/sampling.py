@@ -57,7 +57,7 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
         """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
-        chosen = [index for index, piece in enumerate(rows) if _is_penalised(piece)]
+        chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
@@ -103,7 +103,7 @@ class _Counts:
     num_counted: int
 
 
-def _is_penalised(piece: SeqSlice) -> bool:
+def is_penalised(piece: SeqSlice) -> bool:
     sampling = piece.sampling
     return bool(
         sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
@@ -134,12 +134,10 @@ def sample(
 
 def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
     """Nothing to do to the logits before the draw: the common case."""
-    return not masks and not any(
-        _is_penalised(piece) or piece.sampling.logit_bias or _is_short(piece) for piece in rows
-    )
+    return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
 
 
-def _is_short(piece: SeqSlice) -> bool:
+def is_short(piece: SeqSlice) -> bool:
     """The answer may not end yet."""
     num_answered = piece.start + piece.length - piece.num_prompt_tokens
     return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
@@ -156,10 +154,7 @@ def _add_bias(logits: Tensor, rows: Sequence[SeqSlice]) -> None:
 
 def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: TokenMasks | None) -> None:
     forbidden = [
-        (index, token)
-        for index, piece in enumerate(rows)
-        if _is_short(piece)
-        for token in piece.sampling.stop_token_ids
+        (index, token) for index, piece in enumerate(rows) if is_short(piece) for token in piece.sampling.stop_token_ids
     ]
     if forbidden:
         index, token = zip(*forbidden, strict=True)
@@ -227,10 +222,10 @@ def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tu
 
 def _logprobs(raw: Tensor, wanted: tuple[int, ...], rows: Sequence[SeqSlice], tokens: Tensor) -> Logprobs:
     counts = tuple(rows[index].sampling.logprobs or 0 for index in wanted)
-    return _rank(raw, tokens[list(wanted)], wanted, counts)
+    return rank(raw, tokens[list(wanted)], wanted, counts)
 
 
-def _rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
+def rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, ...]) -> Logprobs:
     logprobs = torch.log_softmax(raw, -1)
     picked = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > picked).sum(-1)
@@ -241,7 +236,7 @@ def _rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int,
 def rank_tokens(raw: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
     """What the model thought of given tokens: raw logits [N, V] of the positions before them."""
     chosen = torch.tensor(list(tokens), device=raw.device)
-    ranked = _rank(raw, chosen, tuple(range(len(tokens))), (count,) * len(tokens))
+    ranked = rank(raw, chosen, tuple(range(len(tokens))), (count,) * len(tokens))
     return tuple(read_logprobs(ranked, list(tokens)).values())
 
 

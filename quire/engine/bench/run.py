@@ -75,5 +75,5 @@ def _setup(llm: LLM) -> Setup:
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
         max_seqs=capacity.max_seqs,
-        max_step_tokens=llm.config.max_step_tokens,
+        max_step_tokens=max(llm.config.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
     )

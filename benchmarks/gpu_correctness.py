@@ -1,0 +1,172 @@
+"""Is it right, before it is fast: distributions against `transformers`, and answers that do not depend on company."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+from gpu_driving import Answer, Machine
+from gpu_workloads import Scale, Workload, random_prompt
+from torch import Tensor
+
+from quire.core.request import SamplingParams
+from tests.backends.torch.families import Reference
+from tests.backends.torch.rig import Answer as RigAnswer
+from tests.backends.torch.rig import Rig, same_rows
+
+FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3")
+QUICK_FAMILIES = ("qwen3",)
+FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
+BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our distance from fp32 against that of `transformers` in bf16
+GAP_BOUND = 0.1  # of two log-probabilities that may change places: a few steps of bf16, at the size logits have
+NUM_TOP = 20
+LENGTHS = (1, 17, 40, 70, 130)
+HEAD = 70  # two full blocks and a tail
+OUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    what: str
+    value: float
+    bound: float
+    note: str = ""
+
+    @property
+    def is_held(self) -> bool:
+        return self.value <= self.bound
+
+    def __str__(self) -> str:
+        word = "ok" if self.is_held else "NOT HELD"
+        return f"{self.what}: {self.value:.2g}, at most {self.bound:.2g}{self.note and f'; {self.note}'}: {word}"
+
+    def document(self) -> dict[str, object]:
+        return {**asdict(self), "is_held": self.is_held}
+
+
+# Distributions of small models, against `transformers`
+
+
+def check_family(name: str, dtype: str, device: str, folder: Path) -> Check:
+    """Alone, in a batch of all lengths in chunks, with graphs, and with the head of the prompt found in the cache."""
+    reference = Reference(name, folder)
+    rig = Rig(folder, device=device, dtype=dtype)
+    theirs = _in_bf16(reference.model, device) if dtype == "bfloat16" else None
+    worst = _Worst(reference, theirs)
+    try:
+        prompt = _tokens(1, HEAD)
+        rig.reset(overlap=True)
+        worst.take(prompt, rig.answer(prompt, OUT))
+        again = rig.answer(prompt, OUT)
+        if again.num_cached_tokens == 0:
+            raise RuntimeError(f"{name}: the second run of a prompt found nothing in the cache")
+        worst.take(prompt, again)
+        for has_graphs in (False, True):
+            while has_graphs and rig.engine.runner.prepare():
+                pass
+            rig.reset(overlap=True, max_chunk_tokens=16, max_step_tokens=40)
+            prompts = [_tokens(seed, length) for seed, length in enumerate(LENGTHS, 10)]
+            ids = [rig.start(prompt, OUT) for prompt in prompts]
+            answers = rig.run(*ids)
+            for prompt, request_id in zip(prompts, ids, strict=True):
+                worst.take(prompt, answers[request_id])
+    finally:
+        rig.engine.close()
+    what = f"{name} in {dtype}, against transformers"
+    if theirs is None:
+        return Check(what, worst.ours, FP32_BOUND)
+    return Check(what, worst.ours, BF16_FACTOR * worst.theirs + BF16_SLACK, f"transformers itself {worst.theirs:.2g}")
+
+
+def _tokens(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(3, 160) for _ in range(length)]
+
+
+def _in_bf16(model: torch.nn.Module, device: str) -> torch.nn.Module:
+    is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return copy.deepcopy(model).to(torch.device("cuda" if is_cuda else "cpu"), torch.bfloat16)
+
+
+class _Worst:
+    """The largest distance from fp32 so far: ours, and that of `transformers` in 16 bits."""
+
+    def __init__(self, reference: Reference, theirs: torch.nn.Module | None) -> None:
+        self._reference = reference
+        self._theirs = theirs
+        self.ours = 0.0
+        self.theirs = 0.0
+
+    def take(self, prompt: Sequence[int], answer: RigAnswer) -> None:
+        if answer.error is not None:
+            raise RuntimeError(answer.error)
+        tokens = [*prompt, *answer.tokens]
+        expected = self._reference.logprobs(tokens)
+        self.ours = max(self.ours, same_rows(answer, expected, len(prompt)))
+        if self._theirs is not None:
+            rows = slice(len(prompt) - 1, len(tokens) - 1)
+            difference = _logprobs(self._theirs, tokens)[rows] - expected[rows]
+            self.theirs = max(self.theirs, float(difference.abs().max()))
+
+
+@torch.inference_mode()
+def _logprobs(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    device = next(model.parameters()).device
+    logits: Tensor = model(input_ids=torch.tensor([tokens], device=device)).logits[0]
+    return torch.log_softmax(logits.float(), -1).cpu()
+
+
+# Greedy answers of a real shape: alone, in company, with a shared head
+
+
+def check_company(machine: Machine, shape: str) -> list[Check]:
+    """Equal token by token, or parted where two tokens were all but equally probable."""
+    rng = Random(7)
+    scale = machine.scale
+    longest = 400 if not scale.is_quick else 40
+    prompts = [random_prompt(rng, scale, rng.randint(1, longest)) for _ in range(scale.greedy_prompts)]
+    greedy = SamplingParams(temperature=0, max_tokens=scale.greedy_out)
+    alone = [machine.run(Workload("alone", [prompt], [greedy])).answers[0] for prompt in prompts]
+    batched = machine.run(Workload("batched", prompts, [greedy] * len(prompts))).answers
+    shared = _with_head(rng, scale, prompts)
+    with_cache = machine.run(shared)
+    without = machine.run(shared, machine.uncached_engine())
+    if with_cache.num_cached == 0 or without.num_cached:
+        raise RuntimeError(f"tokens found in the cache: {with_cache.num_cached} with it, {without.num_cached} without")
+    return [
+        _compare(machine, f"{shape}, greedy, batched against alone", prompts, alone, batched),
+        _compare(
+            machine, f"{shape}, greedy, shared head against not", shared.prompts, without.answers, with_cache.answers
+        ),
+    ]
+
+
+def _with_head(rng: Random, scale: Scale, prompts: list[list[int]]) -> Workload:
+    head = random_prompt(rng, scale, scale.b_shared // 2 + 5)
+    greedy = SamplingParams(temperature=0, max_tokens=scale.greedy_out)
+    return Workload("shared", [head + prompt for prompt in prompts], [greedy] * len(prompts), len(head))
+
+
+def _compare(machine: Machine, what: str, prompts: list[list[int]], ones: list[Answer], others: list[Answer]) -> Check:
+    gaps = []
+    num_equal = 0
+    for prompt, one, other in zip(prompts, ones, others, strict=True):
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        parted = next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
+        num_equal += len(one.tokens) if parted is None else parted
+        if parted is not None:
+            gaps.append(_gap(machine, [*prompt, *one.tokens[:parted]], one.tokens[parted], other.tokens[parted]))
+    num_tokens = sum(len(one.tokens) for one in ones)
+    note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers part at a near tie"
+    return Check(f"{what}, gap where they part", max(gaps, default=0.0), GAP_BOUND, note)
+
+
+def _gap(machine: Machine, context: list[int], one: int, other: int) -> float:
+    """How much more probable the one is than the other. Beyond the best few: as if by infinitely much."""
+    asked = replace(SamplingParams(temperature=0), max_tokens=1, logprobs=NUM_TOP)
+    (top,) = machine.run(Workload("gap", [context], [asked])).answers[0].tops
+    return abs(top[one] - top[other]) if one in top and other in top else float("inf")

@@ -1,0 +1,157 @@
+"""An engine of one shape, and how it is driven: token ids in, steps until everyone is done."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from gpu_workloads import Scale, Workload, write_shape
+
+from quire.core.request import SamplingParams
+from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.engine import Engine, EngineOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line says of every engine. None: as the backend thinks best."""
+
+    device: str = "auto"
+    step_tokens: int | None = None
+    chunk_tokens: int | None = None
+    kv_bytes: int | None = None
+
+    def config(self, scale: Scale, **changes: object) -> EngineConfig:
+        config = EngineConfig(
+            device=self.device,
+            dtype="bfloat16",
+            load_format="dummy",
+            max_seqs=scale.max_seqs,
+            max_context=scale.max_context,
+            max_step_tokens=self.step_tokens,
+            max_chunk_tokens=self.chunk_tokens,
+            kv_bytes=self.kv_bytes,
+        )
+        return replace(config, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    tops: list[dict[int, float]] = field(default_factory=list)  # logprobs of the best tokens, where they were asked for
+
+
+@dataclass(slots=True)
+class StepRecord:
+    num_requests: int
+    num_tokens: int
+    done_s: float = 0.0  # since the start of the run: when the call of it came back
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_tokens > self.num_requests
+
+
+@dataclass(slots=True)
+class Run:
+    wall_s: float
+    answers: list[Answer]
+    steps: list[StepRecord]
+
+    @property
+    def num_out(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(answer.num_cached for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_out / self.wall_s
+
+
+class Machine(AbstractContextManager["Machine"]):
+    """One model on the device, and the engine over it."""
+
+    def __init__(self, shape: str, scale: Scale, settings: Settings, folder: Path) -> None:
+        self.scale = scale
+        self.spec = write_shape(shape, scale, folder)
+        self.config = settings.config(scale)
+        started_s = time.perf_counter()
+        self.engine = make_engine(folder, self.config)
+        self.loaded_s = time.perf_counter() - started_s
+        self._num_requests = 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Everything is given back, so that the next shape finds the card empty."""
+        self.engine.close()
+        del self.engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def prepare(self) -> list[float]:
+        """Capture all graphs, as a server does while nobody asks. Seconds each took."""
+        took_s: list[float] = []
+        while True:
+            started_s = time.perf_counter()
+            if not self.engine.runner.prepare():
+                return took_s
+            took_s.append(time.perf_counter() - started_s)
+
+    def uncached_engine(self) -> Engine:
+        """Another scheduler over the same weights, without a prefix cache. Only one of the two may have work."""
+        runner = self.engine.runner
+        return Engine(runner, make_scheduler(runner, replace(self.config, is_caching=False)))
+
+    def run(
+        self, workload: Workload, engine: Engine | None = None, on_step: Callable[[int], None] | None = None
+    ) -> Run:
+        """From the first request in to the last token out. `on_step` hears the number of each step before it."""
+        engine = engine or self.engine
+        engine.scheduler.cache.clear()
+        steps: list[StepRecord] = []
+        engine.on_plan = lambda plan: steps.append(StepRecord(len(plan.slices), plan.num_tokens))
+        answers: dict[int, Answer] = {}
+        _synchronize()
+        started_s = time.perf_counter()
+        for prompt, sampling in zip(workload.prompts, workload.samplings, strict=True):
+            answers[self._add(engine, prompt, sampling)] = Answer()
+        while engine.has_work:
+            if on_step is not None:
+                on_step(len(steps))
+            for output in engine.step():
+                _take(answers[output.request_id], output)
+            steps[-1].done_s = time.perf_counter() - started_s
+        run = Run(time.perf_counter() - started_s, list(answers.values()), steps)
+        if run.num_out != workload.num_out:
+            raise RuntimeError(f"{workload.name}: {run.num_out} tokens came out, not {workload.num_out}")
+        return run
+
+    def _add(self, engine: Engine, prompt: list[int], sampling: SamplingParams) -> int:
+        self._num_requests += 1
+        engine.add(self._num_requests, prompt, sampling)
+        return self._num_requests
+
+
+def _take(answer: Answer, output: EngineOutput) -> None:
+    if output.error is not None:
+        raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+    answer.tokens += output.tokens
+    answer.num_cached = output.num_cached_tokens
+    answer.tops += [dict(entry.top) for entry in output.logprobs]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,99 @@
+"""How long a fresh process takes to its first token, with nothing compiled before.
+
+    python benchmarks/gpu_ready.py FOLDER DEVICE MAX_SEQS MAX_CONTEXT     # what `measure` starts
+
+The child says when it has come how far; the parent, which started it, looks at the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+LIMIT_S = 180.0
+PROMPT_TOKENS = 128
+WARM_UP_TOKENS = 8  # as the worker of a server does before it says that it is ready
+
+
+def measure(folder: Path, device: str, max_seqs: int, max_context: int) -> dict[str, float]:
+    """Seconds since the start of the process: imported, loaded, ready, first token; and how graphs were captured."""
+    root = Path(__file__).resolve().parents[1]
+    with TemporaryDirectory() as cache:
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            "CUDA_CACHE_PATH": f"{cache}/cuda",
+        }
+        started_s = time.perf_counter()
+        command = [sys.executable, __file__, str(folder), device, str(max_seqs), str(max_context)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        limit = threading.Timer(LIMIT_S, child.kill)
+        limit.start()
+        found: dict[str, float] = {}
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith("{"):
+                    said: dict[str, Any] = json.loads(line)
+                    found |= said.get("values", {}) or {said["what"]: time.perf_counter() - started_s}
+            child.wait()
+        finally:
+            limit.cancel()
+            child.kill()
+    if child.returncode or "first_token_s" not in found:
+        raise RuntimeError(f"the process ended with {child.returncode} after {found}")
+    return found
+
+
+def say(what: str, **values: float) -> None:
+    print(json.dumps({"what": f"{what}_s", "values": values}), flush=True)
+
+
+def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
+    from quire.core.request import SamplingParams
+    from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
+    from quire.engine.engine import Engine
+
+    config = EngineConfig(
+        device=device,
+        dtype="bfloat16",
+        load_format="dummy",
+        max_seqs=int(max_seqs),
+        max_context=int(max_context),
+    )
+    import_backend(config)
+    say("imported")
+    engine = make_engine(Path(folder), config)
+    say("loaded")
+    spare = Engine(engine.runner, make_scheduler(engine.runner, config))
+    spare.add(0, (0,) * WARM_UP_TOKENS, SamplingParams(temperature=0, max_tokens=2))
+    while spare.has_work:
+        spare.step()
+    say("ready")
+    num_tokens = min(PROMPT_TOKENS, int(max_context) // 2)
+    engine.add(1, [(7 * i) % 100 for i in range(num_tokens)], SamplingParams(temperature=0.6, seed=1, max_tokens=8))
+    has_token = False
+    while engine.has_work:
+        outputs = engine.step()
+        if not has_token and any(output.tokens for output in outputs):
+            has_token = True
+            say("first_token")
+    pieces_s: list[float] = []
+    started_s = time.perf_counter()
+    while engine.runner.prepare():
+        pieces_s.append(time.perf_counter() - started_s - sum(pieces_s))
+    longest_s = max(pieces_s, default=0.0)
+    say("graphs", num_graphs=len(pieces_s), graphs_s=sum(pieces_s), longest_graph_s=longest_s)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""Makes the GPU's runner: how much memory steps need is measured first, and the KV pool gets the rest."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from quire.backends.base import BackendOptions
+from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.graphs import graph_sizes
+from quire.backends.torch.kv_store import KVStore, PoolRequest
+from quire.backends.torch.models.llama import LlamaModel
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice, StepPlan
+
+STEP_TOKENS = 8192  # of a step, where nobody said otherwise: enough for the matrix units, short enough for who waits
+MARGIN = 0.04  # of the card's memory is left alone: what the driver and the allocator take beside us
+GRAPH_BYTES = 8 << 20  # what the driver keeps of a captured graph, beside the memory its steps use
+
+log = logging.getLogger(__name__)
+
+
+def make_cuda_runner(
+    model: LlamaModel, options: BackendOptions, dtype: torch.dtype, *, max_seqs: int, max_context: int
+) -> CudaRunner:
+    device = model.embedding.device
+    step_tokens = max(options.max_step_tokens or STEP_TOKENS, max_seqs)
+    needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
+    # Graphs have a pool of their own, as large as what their largest step needs: at most what was measured.
+    share = max_seqs / step_tokens
+    reserved = needed + int(needed * share) + GRAPH_BYTES * len(graph_sizes(max_seqs))
+    free, total = torch.cuda.mem_get_info(device)
+    pool = PoolRequest(model.spec, dtype, options, max_seqs=max_seqs, max_context=max_context)
+    num_blocks = pool.num_blocks(free, free - reserved - int(MARGIN * total))
+    log.info("a step needs up to %.2f GB, graphs and margin included %.2f GB", needed / 1e9, reserved / 1e9)
+    store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
+    return CudaRunner(
+        model,
+        store,
+        max_seqs=max_seqs,
+        max_context=max_context,
+        max_step_tokens=step_tokens,
+        max_chunk_tokens=options.max_chunk_tokens or step_tokens,
+    )
+
+
+def measure_step(
+    model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_seqs: int, max_context: int
+) -> int:
+    """Bytes that the largest step takes while it runs: everyone's prompt, and a token for each. Compiles the kernels.
+
+    Run on a pool of its own, just large enough, which is given back.
+    """
+    device = model.embedding.device
+    length = max(min(step_tokens // max_seqs, max_context), 1)
+    per_seq = -(-length // block_size)
+    store = KVStore(model.spec, max_seqs * per_seq + 1, block_size, dtype, device)
+    runner = CudaRunner(model, store, max_seqs=max_seqs, max_context=max_context)
+    torch.cuda.synchronize(device)
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens = (0,) * length
+    for start, count in ((0, length), (length - 1, 1)):  # a prompt each, and its last token again: a decode
+        slices = tuple(
+            SeqSlice(
+                request_id=slot,
+                epoch=0,
+                slot=slot,
+                tokens=tokens[:count],
+                start=start,
+                length=count,
+                block_table=range(1 + slot * per_seq, 1 + (slot + 1) * per_seq),
+                history=tokens,
+                wants_token=True,
+                sampling=SamplingParams(temperature=1.0, max_tokens=1),
+                num_prompt_tokens=length,
+            )
+            for slot in range(max_seqs)
+        )
+        runner.forward(StepPlan(slices, (), ()))
+        runner.sample(None)
+        runner.collect()
+    peak = torch.cuda.max_memory_allocated(device)
+    runner.close()
+    del runner, store
+    torch.cuda.empty_cache()
+    return math.ceil(1.1 * (peak - base))  # fragments

@@ -1,0 +1,411 @@
+"""Runs step plans on a GPU: inputs go down in one copy, a pass runs in our own kernels or as a CUDA graph, results come
+back in one copy. Nothing here waits for the device but `collect`, so the host plans the next step meanwhile.
+
+The last sampled token of every slot stays on the device, where the next step finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_params, rank_prompt
+from quire.backends.torch.fused import DeviceState, FusedPass
+from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
+from quire.backends.torch.kernels.attention import WIDE, Parts, rows_per_item
+from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
+from quire.backends.torch.kernels.sampling import NUM_PARAMS
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.models.llama import LlamaModel
+from quire.backends.torch.sampling import Logprobs, join_prompt_logprobs, read_logprobs
+from quire.backends.torch.work import MIN_SIBLINGS, Sizes
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.errors import InvariantViolation
+from quire.weights.names import expected_tensors
+
+# T rows of the batch, S rows that sample, E hidden size, V vocabulary
+
+PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
+PROGRAMS = 4  # of one row each, that keep a multiprocessor busy
+WIDE_PROGRAMS = 2  # of many
+MIN_PARTS = 4096
+BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
+BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
+NO_MEMORY = "out of memory on the device, alone as well: a shorter prompt, or smaller steps, may fit"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass of a step, on its way. A step has more than one only after it ran out of memory."""
+
+    step: Step
+    places: tuple[int, ...]  # which slices of the step sample
+    wishes: Wishes
+    logits: Tensor | None  # [S, V]
+    sampled: _Sampled | None  # what the sampling kernels read
+    sound: Tensor | None  # [slices]: whether the last hidden state of each is made of numbers
+    prompts: list[tuple[int, int, tuple[int, ...], Logprobs]]  # index in the plan, first position, tokens, their ranks
+    results: Tensor | None = None  # on the host, once they are here: tokens, flags, soundness
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    params: Tensor  # [S, NUM_PARAMS] fp32
+    slots: Tensor  # [S] int32
+    last_tokens: Tensor  # [S] int32
+
+
+@dataclass(slots=True)
+class _InFlight:
+    passes: list[_Pass]
+    num_slices: int
+    failures: dict[int, str]
+    event: torch.cuda.Event | None = None
+
+
+class CudaRunner:
+    def __init__(
+        self,
+        model: LlamaModel,
+        store: KVStore,
+        *,
+        max_seqs: int,
+        max_context: int,
+        max_step_tokens: int = 8192,
+        max_chunk_tokens: int = 8192,
+    ) -> None:
+        spec, device = model.spec, store.device
+        self.model = model
+        self.store = store
+        self._capacity = Capacity(
+            num_blocks=store.num_blocks,
+            block_size=store.block_size,
+            max_seqs=max_seqs,
+            max_context=max_context,
+            vocab_size=spec.vocab_size,
+            has_overlap=True,
+            max_step_tokens=max_step_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+        )
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
+        self._sizes = Sizes(
+            num_kv_heads=spec.num_kv_heads,
+            block_size=store.block_size,
+            rows_per_item=rows_per_item(WIDE, spec.num_heads // spec.num_kv_heads),
+            target=num_cores * PROGRAMS,
+            wide_target=num_cores * WIDE_PROGRAMS,
+            max_parts=max(MIN_PARTS, 4 * max_seqs),
+        )
+        self._tables = BlockTables(max_seqs, -(-max_context // store.block_size), store.block_size, device)
+        self._state = DeviceState(
+            store=store,
+            tables=self._tables.device,
+            last_samples=torch.zeros(max_seqs, dtype=torch.int32, device=device),
+            parts=Parts.empty(self._sizes.max_parts, spec.num_heads, spec.head_size, device),
+        )
+        self._staging = Staging(device)
+        self._sampler = DeviceSampler(spec.vocab_size, max_seqs, device)
+        self._graphs = DecodeGraphs(graph_sizes(max_seqs), self._room, self._run_graph, device)
+        self._forwarded: _InFlight | None = None
+        self._steps: deque[_InFlight] = deque()
+        self._spare_results: list[Tensor] = []
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        device = self.store.device
+        num_weights = sum(math.prod(shape) for shape in expected_tensors(self.model.spec).values())
+        return RunnerFacts(
+            backend=f"torch {torch.__version__}",
+            device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
+            dtype=str(self.store.dtype).removeprefix("torch."),
+            num_threads=1,
+            weight_bytes=num_weights * self.store.dtype.itemsize,
+            kv_bytes=self.store.pool.nbytes,
+        )
+
+    def use_threads(self, num_threads: int) -> None:
+        """The host's threads do not compute here."""
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        with self._on_stream():
+            return self._graphs.prepare()
+
+    # Forward
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        if self._forwarded is not None:
+            raise InvariantViolation("forward before the last step was sampled")
+        with self._on_stream():
+            self._sampler.release(plan.released)
+            if plan.copies:
+                pairs = self._upload(np.array(plan.copies, np.int32).T)
+                copy_blocks(self.store.pool, pairs[0], pairs[1])
+            indices = tuple(range(len(plan.slices)))
+            self._forwarded = self._launch(plan.slices, indices)
+
+    def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
+        """In one pass; where memory runs out, once more in halves. Only what does not fit even so fails."""
+        try:
+            return _InFlight([self._pass(slices, indices)], len(slices), {})
+        except torch.OutOfMemoryError:
+            log.warning("out of memory in a step of %d requests: again, in halves", len(slices))
+        passes: list[_Pass] = []
+        failures: dict[int, str] = {}
+        for some, where in _halves(slices, indices):
+            self._tables.forget()
+            _free_memory()
+            try:
+                passes.append(self._pass(some, where))
+            except torch.OutOfMemoryError:
+                failures |= dict.fromkeys(where, NO_MEMORY)
+        return _InFlight(passes, len(slices), failures)
+
+    def _pass(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _Pass:
+        updates = self._tables.update(slices)
+        step = arrange(slices, self._tables, self._sizes)
+        step = step._replace(order=tuple(indices[place] for place in step.order))
+        graph = self._graph(step)
+        layout = step.layout if graph is None else graph.layout
+        places = tuple(place for place, piece in enumerate(step.slices) if piece.wants_token)
+        num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
+        sizes = (2 * num_updates, num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS)
+        total = layout.size + sum(sizes)
+        host = self._staging.begin(total)
+        step.write(layout.carve(host))
+        pieces = np.split(host[layout.size : total], np.cumsum(sizes)[:-1])
+        pieces[0].reshape(2, -1)[:] = updates
+        pieces[1][:] = step.last_rows
+        pieces[2][:] = step.last_rows[list(places)]
+        rows = [step.slices[place] for place in places]
+        pieces[3][:] = [piece.slot for piece in rows]
+        wishes = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
+        device = self._target(total, graph)
+        self._staging.send(total, device)
+        tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
+        if num_updates:
+            update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
+        inputs = layout.carve(device)
+        if graph is None:
+            hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]))
+            logits = self.model.logits(hidden[tail[2]]) if places else None
+            sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
+            prompts = self._prompt_logprobs(step, hidden)
+        else:
+            if device is not self._graphs.inputs:
+                self._graphs.inputs[: layout.size].copy_(device[: layout.size])
+            graph.recording.replay()
+            is_plain = num_sampled == num_slices
+            logits = graph.logits[:num_sampled] if is_plain else graph.logits[tail[2]]
+            sound, prompts = None, []
+        sampled = None
+        if places:
+            last_tokens = self._last_tokens(inputs, tail[2]) if wishes.is_changed else tail[3]
+            params = tail[4].view(torch.float32).view(-1, NUM_PARAMS)
+            sampled = _Sampled(params, tail[3], last_tokens)
+        return _Pass(step, places, wishes, logits, sampled, sound, prompts)
+
+    def _target(self, size: int, graph: DecodeGraph | None) -> Tensor:
+        """Where the inputs go: a graph reads them from a place of its own."""
+        if graph is not None and size <= len(self._graphs.inputs):
+            return self._graphs.inputs
+        return torch.empty(size, dtype=torch.int32, device=self.store.device)
+
+    def _graph(self, step: Step) -> DecodeGraph | None:
+        is_decode = step.num_decodes == len(step.slices)
+        wants_prompt = any(piece.sampling.prompt_logprobs is not None for piece in step.slices)
+        return self._graphs.find(step.layout) if is_decode and not wants_prompt else None
+
+    def _room(self, num_rows: int, is_wide: bool) -> Layout:
+        """What a graph must hold: `work` cuts so that there are never more items than this."""
+        sizes = self._sizes
+        num_narrow = num_rows + sizes.target // sizes.num_kv_heads + 1
+        num_wide = 2 * (num_rows // MIN_SIBLINGS) + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
+        return Layout(num_rows, num_narrow, num_wide)
+
+    def _run(self, inputs: StepInputs, *, has_parts: bool) -> Tensor:
+        return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts))
+
+    def _run_graph(self, inputs: StepInputs) -> Tensor:
+        return self.model.logits(self._run(inputs, has_parts=True))
+
+    def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
+        tokens = inputs.tokens[rows]
+        return torch.where(tokens < 0, self._state.last_samples[inputs.slots[rows]], tokens)
+
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Logprobs]]:
+        """The prompt tokens that follow a slice's positions: the logits of one position are about the next."""
+        found = []
+        for place, piece in enumerate(step.slices):
+            if piece.sampling.prompt_logprobs is None:
+                continue
+            row = int(step.last_rows[place]) + 1 - piece.length
+            first = piece.start + 1
+            last = min(piece.start + piece.length + 1, piece.num_prompt_tokens)
+            for start in range(first, last, PROMPT_ROWS):
+                tokens = tuple(piece.history[start : min(start + PROMPT_ROWS, last)])
+                at = row + start - first
+                raw = self.model.logits(hidden[at : at + len(tokens)])
+                ranked = rank_prompt(raw, tokens, piece.sampling.prompt_logprobs)
+                found.append((step.order[place], start, tokens, ranked))
+        return found
+
+    # Sampling
+
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks | None) -> None:
+        forwarded = self._forwarded
+        if forwarded is None:
+            raise InvariantViolation("sample without a forward pass")
+        self._forwarded = None
+        with self._on_stream():
+            for one in forwarded.passes:
+                self._sample(one, masks)
+            if self._is_cuda:
+                forwarded.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                forwarded.event.record()
+        self._steps.append(forwarded)
+
+    def _sample(self, one: _Pass, masks: TokenMasks | None) -> None:
+        width = max(len(one.places), len(one.step.slices))
+        out = torch.empty((3, width), dtype=torch.int32, device=self.store.device)
+        if one.logits is not None and one.sampled is not None:
+            rows = [one.step.slices[place] for place in one.places]
+            one.logprobs = self._sampler.sample(
+                one.logits,
+                rows,
+                one.wishes,
+                one.sampled.params,
+                one.sampled.slots,
+                one.sampled.last_tokens,
+                self._state.last_samples,
+                masks,
+                out,
+            )
+            one.logits = None
+        if one.sound is not None:
+            out[2] = one.sound
+        one.results = self._take_results(width)
+        one.results[: out.numel()].copy_(out.view(-1), non_blocking=True)
+
+    def _take_results(self, width: int) -> Tensor:
+        """Flat: a copy into part of a matrix would go through other memory, and wait."""
+        if self._spare_results and len(self._spare_results[-1]) >= 3 * width:
+            return self._spare_results.pop()
+        return torch.empty(max(6 * width, 256), dtype=torch.int32, pin_memory=self._is_cuda)
+
+    # Results
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        if not self._steps:
+            raise InvariantViolation("collect with no step in flight")
+        step = self._steps.popleft()
+        if step.event is not None:
+            step.event.synchronize()
+        tokens: list[tuple[int, ...]] = [()] * step.num_slices
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        prompts: dict[int, PromptLogprobs] = {}
+        failures = step.failures
+        for one in step.passes:
+            self._read(one, tokens, logprobs, failures)
+            for index, first, known, ranked in one.prompts:
+                entries = tuple(read_logprobs(ranked, known).values())
+                earlier = prompts.get(index)
+                parts = (entries,) if earlier is None else (earlier.entries, entries)
+                prompts[index] = join_prompt_logprobs(first if earlier is None else earlier.start, parts)
+        is_poisoned = BROKEN in failures.values()
+        if is_poisoned:
+            self._purge(step)
+        return StepResult(tuple(tokens), logprobs, prompts, failures, is_poisoned)
+
+    def _read(
+        self,
+        one: _Pass,
+        tokens: list[tuple[int, ...]],
+        logprobs: dict[int, tuple[TokenLogprobs, ...]],
+        failures: dict[int, str],
+    ) -> None:
+        assert one.results is not None
+        width = max(len(one.places), len(one.step.slices))
+        chosen, flags, sound = one.results[: 3 * width].view(3, width).tolist()
+        self._spare_results.append(one.results)
+        order = one.step.order
+        if one.sound is not None:
+            for place, index in enumerate(order):
+                if not sound[place]:
+                    failures[index] = BROKEN
+        ranked = {} if one.logprobs is None else read_logprobs(one.logprobs, chosen)
+        for row, place in enumerate(one.places):
+            index = order[place]
+            tokens[index] = (chosen[row],)
+            if row in ranked:
+                logprobs[index] = (ranked[row],)
+            if flags[row]:
+                failures.setdefault(index, BROKEN if flags[row] & 1 else BLOCKED)
+
+    def _purge(self, step: _InFlight) -> None:
+        """After everything that is under way, which may still read those blocks."""
+        with self._on_stream():
+            for one in step.passes:
+                for place, piece in enumerate(one.step.slices):
+                    if step.failures.get(one.step.order[place]) == BROKEN:
+                        self.store.purge(piece.block_table)
+
+    def abandon(self) -> None:
+        """Forget a pass that raised, so that the next plan can run."""
+        self._forwarded = None
+        self._tables.forget()
+
+    def close(self) -> None:
+        self._forwarded = None
+        self._steps.clear()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _upload(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        return (host.pin_memory() if self._is_cuda else host).to(self.store.device, non_blocking=True)
+
+
+def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:
+    """About the same number of tokens each. A slice that is alone is cut in two: its second half sees the first."""
+    if len(slices) > 1:
+        total, half, cut = sum(piece.length for piece in slices), 0, 0
+        while half * 2 < total and cut < len(slices) - 1:
+            half += slices[cut].length
+            cut += 1
+        return [(slices[:cut], indices[:cut]), (slices[cut:], indices[cut:])]
+    piece = slices[0]
+    if piece.length == 1:
+        return [(slices, indices)]
+    cut = piece.length // 2
+    first = piece._replace(tokens=piece.tokens[:cut], length=cut, wants_token=False)
+    second = piece._replace(tokens=piece.tokens[cut:], start=piece.start + cut, length=piece.length - cut)
+    return [((first,), indices), ((second,), indices)]
+
+
+def _free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,317 @@
+"""Sampling on a GPU, for the whole batch at once: the host says in one small copy what rows ask for, and never waits.
+
+All rows are sampled from the model's own logits. Those whose logits must be changed first (penalties, bias, forbidden
+tokens) are then sampled again, from changed copies. So a row takes the same way whatever its neighbours ask for, and
+the model's own logits are still there to report logprobs from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.backends.base import TokenMasks
+from quire.backends.randomness import uniform
+from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
+from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
+from quire.backends.torch.sampling import Logprobs, is_penalised, is_short, rank
+from quire.core.request import MIN_TEMPERATURE, SamplingParams
+from quire.core.step import SeqSlice
+
+# S rows that sample, R of them whose logits are changed first, V vocabulary
+
+_NEVER = float("-inf")
+_NO_FLOOR = (0.0, 0.0, 1.0)  # min-p, top-k, top-p
+
+_KINDS = (  # of requests, each with kernels of its own; the last is the first to be prepared
+    SamplingParams(logit_bias={0: 1.0}, top_p=0.5),
+    SamplingParams(logit_bias={0: 1.0}),
+    SamplingParams(top_p=0.5),
+    SamplingParams(),
+)
+
+
+class Wishes(NamedTuple):
+    """What the rows of a step ask for beyond a temperature."""
+
+    floored: tuple[int, ...]  # rows with a min-p, top-k or top-p
+    changed: tuple[int, ...]  # rows with a penalty, a bias or a token that is forbidden for now
+    reported: tuple[int, ...]  # rows that report logprobs
+
+    @property
+    def is_changed(self) -> bool:
+        return bool(self.changed)
+
+
+def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> Wishes:
+    """Write what the kernels read about each row into out [S, NUM_PARAMS]. Every step does this: it must be quick."""
+    temperatures: list[float] = []
+    draws: list[float] = []
+    floors: list[tuple[float, float, float]] = []
+    floored, changed, reported = [], [], []
+    for row, piece in enumerate(rows):
+        params = piece.sampling
+        if (temperature := params.temperature) < MIN_TEMPERATURE:
+            temperatures.append(0.0)
+            draws.append(0.0)
+        else:
+            temperatures.append(temperature)
+            draws.append(uniform(params.seed, params.sample_index, piece.start + piece.length))
+            if params.top_p < 1 or params.top_k or params.min_p:
+                floored.append(row)
+                floors.append((params.min_p, params.top_k, params.top_p))
+        if params.logit_bias or is_penalised(piece) or (params.min_tokens and is_short(piece)):
+            changed.append(row)
+        if params.logprobs is not None:
+            reported.append(row)
+    out = out[: len(rows)]
+    out[:, 0] = temperatures
+    out[:, 1:4] = _NO_FLOOR
+    out[:, 4] = draws
+    if floored:
+        out[floored, 1:4] = floors
+    return Wishes(tuple(floored), tuple(changed), tuple(reported))
+
+
+class DeviceSampler:
+    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._unprepared = list(_KINDS)
+        self._counts = _TokenCounts(vocab_size, max_seqs, device)
+        self._scratch = Scratch.empty(max_seqs, vocab_size, device)
+        self._all_rows = torch.arange(max_seqs, dtype=torch.int32, device=device)
+        self._no_counts = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        self._no_masks = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._counts.release(slots)
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Compile the kernels for one more kind of request, before one comes. False: there is none left."""
+        if not self._unprepared:
+            return False
+        rows = [SeqSlice(0, 0, 0, (0,), 0, 1, (), (0,), True, self._unprepared.pop(), 1)]
+        host = np.empty((1, NUM_PARAMS), np.float32)
+        wishes = fill_params(host, rows)
+        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        out = torch.empty((2, 1), dtype=torch.int32, device=self._device)
+        params = torch.from_numpy(host).to(self._device)
+        self.sample(logits, rows, wishes, params, zero, zero, torch.empty_like(zero), None, out)
+        return True
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[SeqSlice],
+        wishes: Wishes,
+        params: Tensor,
+        slots: Tensor,
+        last_tokens: Tensor,
+        last_samples: Tensor,
+        masks: TokenMasks | None,
+        out: Tensor,
+    ) -> Logprobs | None:
+        """Enqueue: tokens to out[0, :S] and last_samples[slots], flags to out[1, :S] (1: broken, 2: blocked).
+
+        logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, slots [S], last_tokens [S]
+        (of each row's context), last_samples [max_seqs], out [2 or more, S or more] int32: all on the device. Logprobs
+        are on their way to the host, and may be read once the device has come past this point.
+        """
+        masks = masks or {}
+        changed = _changed_rows(rows, wishes, masks)
+        num_floored = len(wishes.floored)
+        num_changed_floored = len(set(wishes.floored).intersection(changed)) if changed else 0
+        choose(
+            logits, self._all_rows, params, slots, last_samples, out, self._scratch,
+            has_floor=num_floored > num_changed_floored, is_changed=False,
+        )  # fmt: skip
+        if changed:
+            where, altered = self._change(logits, rows, changed, last_tokens, masks)
+            choose(
+                altered, where, params, slots, last_samples, out, self._scratch,
+                has_floor=num_changed_floored > 0, is_changed=True,
+            )  # fmt: skip
+        if not wishes.reported:
+            return None
+        (where,) = _send([np.array(wishes.reported, np.int32)], self._device)
+        top = tuple(rows[row].sampling.logprobs or 0 for row in wishes.reported)
+        raw = logits.index_select(0, where).float()
+        return _to_host(rank(raw, out[0].index_select(0, where).long(), wishes.reported, top))
+
+    def _change(
+        self,
+        logits: Tensor,
+        rows: Sequence[SeqSlice],
+        changed: Sequence[int],
+        last_tokens: Tensor,
+        masks: TokenMasks,
+    ) -> tuple[Tensor, Tensor]:
+        """Which rows [R], and their logits [R, V] after penalties, bias and forbidden tokens, in fp32."""
+        pieces = [rows[row] for row in changed]
+        counted = [piece.slot if is_penalised(piece) else -1 for piece in pieces]
+        news = self._counts.catch_up([(row, rows[row]) for row in changed if is_penalised(rows[row])])
+        edits = _edits(pieces)
+        where, slots, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
+            (
+                np.array(changed, np.int32),
+                np.array(counted, np.int32),
+                np.array(_mask_rows(pieces, masks), np.int32),
+                np.array([_penalties(piece) for piece in pieces], np.float32).ravel(),
+                *(np.array(numbers, np.int32) for numbers in news),
+                np.array(edits.places, np.int32),
+                np.array(edits.tokens, np.int32),
+                np.array(edits.values, np.float32),
+            ),
+            self._device,
+        )
+        counts = self._counts.update(resets, entries, last_tokens) if max(counted) >= 0 else self._no_counts
+        altered = change(logits, where, counts, slots, penalties, self._send_masks(pieces, masks), mask_rows)
+        if edits.places:
+            edit(altered, places, tokens, values)
+        return where, altered
+
+    def _send_masks(self, pieces: Sequence[SeqSlice], masks: TokenMasks) -> Tensor:
+        """[masks, bytes], in the order of the rows that have one."""
+        found = [masks[piece.slot] for piece in pieces if piece.slot in masks]
+        if not found:
+            return self._no_masks
+        num_bytes = self._no_masks.shape[1]
+        host = torch.empty((len(found), num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        packed = host.numpy()
+        for place, mask in enumerate(found):
+            packed[place] = np.frombuffer(mask, np.uint8, num_bytes)
+        return host.to(self._device, non_blocking=True)
+
+
+class _News(NamedTuple):
+    """What the counts on the device have to learn: slots to begin anew, then tokens to count, side by side."""
+
+    resets: list[int]
+    slots: list[int]
+    tokens: list[int]  # -1 - row: the last token of that row, which only the device knows
+    is_prompt: list[int]
+
+
+class _TokenCounts:
+    """How often each token is in the answer of each slot's request, and whether it is in its prompt."""
+
+    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
+        self._shape = (max_seqs, vocab_size)
+        self._device = device
+        self._counts: Tensor | None = None  # [max_seqs, V] int32: not before someone has a penalty
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # of each slot: whose tokens, and how many
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._counted.pop(slot, None)
+
+    def catch_up(self, rows: Sequence[tuple[int, SeqSlice]]) -> _News:
+        """What is new since these rows were last here."""
+        news = _News([], [], [], [])
+        for row, piece in rows:
+            owner = (piece.request_id, piece.epoch)
+            last_owner, num_counted = self._counted.get(piece.slot, (None, 0))
+            if last_owner != owner:
+                news.resets.append(piece.slot)
+                num_counted = 0
+            end = piece.start + piece.length
+            tokens = list(piece.history[num_counted:end])
+            if num_counted + len(tokens) < end:  # sampled in the step before, not yet told to the scheduler
+                tokens.append(-1 - row)
+            num_prompt = min(max(piece.num_prompt_tokens - num_counted, 0), len(tokens))
+            news.slots.extend([piece.slot] * len(tokens))
+            news.tokens.extend(tokens)
+            news.is_prompt.extend([1] * num_prompt + [0] * (len(tokens) - num_prompt))
+            self._counted[piece.slot] = (owner, end)
+        return news
+
+    def update(self, resets: Tensor, entries: Sequence[Tensor], last_tokens: Tensor) -> Tensor:
+        """The counts [max_seqs, V] with the news in them."""
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        if resets.shape[0]:
+            self._counts.index_fill_(0, resets.long(), 0)
+        slots, tokens, is_prompt = entries
+        if slots.shape[0]:
+            count(self._counts, slots, tokens, is_prompt, last_tokens)
+        return self._counts
+
+
+class _Edits(NamedTuple):
+    """To be added to single logits: [place in R, token] += value."""
+
+    places: list[int]
+    tokens: list[int]
+    values: list[float]
+
+
+def _edits(pieces: Sequence[SeqSlice]) -> _Edits:
+    edits = _Edits([], [], [])
+    for place, piece in enumerate(pieces):
+        params = piece.sampling
+        values = dict(params.logit_bias)
+        if is_short(piece):
+            values |= dict.fromkeys(params.stop_token_ids, _NEVER)
+        edits.places.extend([place] * len(values))
+        edits.tokens.extend(values)
+        edits.values.extend(values.values())
+    return edits
+
+
+def _changed_rows(rows: Sequence[SeqSlice], wishes: Wishes, masks: TokenMasks) -> tuple[int, ...]:
+    if not masks:
+        return wishes.changed
+    masked = (row for row, piece in enumerate(rows) if piece.slot in masks)
+    return tuple(sorted({*wishes.changed, *masked}))
+
+
+def _mask_rows(pieces: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
+    """Which of the masks sent belongs to each; -1: none."""
+    numbers = itertools.count()
+    return [next(numbers) if piece.slot in masks else -1 for piece in pieces]
+
+
+def _penalties(piece: SeqSlice) -> tuple[float, float, float]:
+    params = piece.sampling
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def rank_prompt(raw: Tensor, tokens: Sequence[int], count: int) -> Logprobs:
+    """What the model thought of given tokens: raw logits [N, V] of the positions before them.
+
+    The result is on its way, as with `DeviceSampler.sample`: `read_logprobs(it, tokens)` once the device is past this.
+    """
+    (chosen,) = _send([np.array(tokens, np.int32)], raw.device)
+    return _to_host(rank(raw.float(), chosen.long(), tuple(range(len(tokens))), (count,) * len(tokens)))
+
+
+def _send(arrays: Sequence[NDArray[np.int32] | NDArray[np.float32]], device: torch.device) -> list[Tensor]:
+    """One copy for all of them, from memory that the device can fetch from by itself: the host does not wait."""
+    sizes = [array.size for array in arrays]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate([array.view(np.int32) for array in arrays], out=host.numpy())
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    return [
+        part.view(torch.float32) if array.dtype == np.float32 else part
+        for part, array in zip(parts, arrays, strict=True)
+    ]
+
+
+def _to_host(logprobs: Logprobs) -> Logprobs:
+    """Under way to memory of the host; read when the step is collected."""
+    return Logprobs(
+        logprobs.rows,
+        logprobs.counts,
+        logprobs.chosen.to("cpu", non_blocking=True),
+        logprobs.ranks.to("cpu", non_blocking=True),
+        logprobs.top_values.to("cpu", non_blocking=True),
+        logprobs.top_tokens.to("cpu", non_blocking=True),
+    )

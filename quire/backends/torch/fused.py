@@ -1,0 +1,85 @@
+"""A forward pass in kernels of our own, on the device's own copy of the step's inputs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.backends.torch.inputs import StepInputs
+from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
+from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.layers import Heads, RMSNorm
+from quire.weights.spec import Activation
+
+# T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
+
+
+class DeviceState(NamedTuple):
+    """What stays on the device from step to step."""
+
+    store: KVStore
+    tables: Tensor  # [slots, most blocks] int32
+    last_samples: Tensor  # [slots] int32
+    parts: Parts
+
+
+class FusedPass:
+    def __init__(self, inputs: StepInputs, state: DeviceState, *, has_parts: bool) -> None:
+        self._inputs = inputs
+        self._state = state
+        self._has_parts = has_parts  # a row may be split over several items
+
+    def embed(self, embedding: Tensor, scale: float) -> Tensor:
+        return embed(self._inputs.tokens, self._inputs.slots, self._state.last_samples, embedding, scale)
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return add_norm(x, residual, norm.weight, norm.eps)
+
+    def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
+        return norm(x, norm_.weight, norm_.eps)
+
+    def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
+        inputs, state, layer = self._inputs, self._state, self._state.store.layers[heads.index]
+        q_norm, k_norm, eps = None, None, 0.0
+        if heads.norm is not None:
+            q_norm, k_norm, eps = heads.norm.q_weight, heads.norm.k_weight, heads.norm.eps
+        q = rope_store(
+            qkv,
+            inputs.positions,
+            inputs.slots,
+            state.tables,
+            heads.rotary.cosines,
+            heads.rotary.sines,
+            layer,
+            heads.num_heads,
+            q_norm,
+            k_norm,
+            eps,
+        )  # [T, H, D]
+        out = torch.empty_like(q)
+        for items, tiling in ((inputs.narrow, NARROW), (inputs.wide, WIDE)):
+            if len(items):
+                attend(
+                    q,
+                    layer,
+                    state.tables,
+                    inputs.positions,
+                    items,
+                    inputs.first_parts,
+                    state.parts,
+                    out,
+                    tiling=tiling,
+                    scale=heads.scale,
+                    window=heads.window,
+                    cap=heads.cap,
+                )
+        if self._has_parts:
+            merge(state.parts, inputs.first_parts, out, heads.num_kv_heads)
+        return out.view(len(out), -1)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation)

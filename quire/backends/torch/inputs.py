@@ -1,0 +1,183 @@
+"""From a step plan to the numbers its kernels read, written on the host and sent in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.backends.torch.work import Ints, Prompt, Sizes, Work, find_siblings, order_decodes, plan_work
+from quire.core.step import SeqSlice
+
+ITEM_FIELDS = 6
+_ALIGN = 16  # int32: every array begins at a multiple of 64 bytes, so that no kernel is compiled for odd addresses
+
+
+class Layout(NamedTuple):
+    """How many of each there are, or in a CUDA graph may be."""
+
+    num_rows: int
+    num_narrow: int
+    num_wide: int
+
+    def holds(self, other: Layout) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+    @property
+    def size(self) -> int:
+        return sum(_padded(length) for length in self._lengths())
+
+    def _lengths(self) -> tuple[int, ...]:
+        rows = self.num_rows
+        return rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS
+
+    def carve(self, flat: Any) -> StepInputs:
+        """The arrays in one flat buffer, a tensor or an array of numpy."""
+        pieces, at = [], 0
+        for length in self._lengths():
+            pieces.append(flat[at : at + length])
+            at += _padded(length)
+        tokens, positions, slots, first_parts, narrow, wide = pieces
+        return StepInputs(
+            tokens, positions, slots, first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS)
+        )
+
+
+class StepInputs(NamedTuple):
+    """int32, on the host or on the device. T rows."""
+
+    tokens: Any  # [T]; -1: the last sample of its slot
+    positions: Any  # [T]
+    slots: Any  # [T]; -1: a row of padding
+    first_parts: Any  # [T + 1]: see `work`
+    narrow: Any  # [items, ITEM_FIELDS]
+    wide: Any  # [items, ITEM_FIELDS]
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN
+
+
+class Step(NamedTuple):
+    """A plan in the order of its rows: decodes first, siblings side by side, then prompts."""
+
+    slices: tuple[SeqSlice, ...]
+    order: tuple[int, ...]  # which slice of the plan each of them is
+    last_rows: NDArray[np.int32]  # of each slice
+    num_decodes: int
+    work: Work
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.work.first_parts) - 1, len(self.work.narrow), len(self.work.wide))
+
+    def write(self, inputs: StepInputs) -> None:
+        """Into arrays that may be longer: what is beyond is padding."""
+        starts = np.fromiter((piece.start for piece in self.slices), np.int32, len(self.slices))
+        slots = np.fromiter((piece.slot for piece in self.slices), np.int32, len(self.slices))
+        count = self.num_decodes
+        inputs.positions[:count], inputs.slots[:count] = starts[:count], slots[:count]
+        inputs.tokens[:count] = [piece.tokens[0] if piece.tokens else -1 for piece in self.slices[:count]]
+        row = count
+        for piece in self.slices[count:]:
+            last = row + piece.length
+            inputs.tokens[row:last] = piece.tokens
+            inputs.positions[row:last] = np.arange(piece.start, piece.start + piece.length)
+            inputs.slots[row:last] = piece.slot
+            row = last
+        inputs.tokens[row:], inputs.positions[row:], inputs.slots[row:] = 0, 0, -1
+        inputs.first_parts[: row + 1], inputs.first_parts[row + 1 :] = self.work.first_parts, self.work.first_parts[-1]
+        for items, found in ((inputs.narrow, self.work.narrow), (inputs.wide, self.work.wide)):
+            items[: len(found)] = found
+            items[len(found) :, 1] = 0  # of no rows
+
+
+def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> Step:
+    """`tables` must know the slices already."""
+    decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
+    starts = np.fromiter((slices[index].start for index in decodes), np.int32, len(decodes))
+    slots = np.fromiter((slices[index].slot for index in decodes), np.int32, len(decodes))
+    siblings = []
+    if len(decodes) > 1 and (order := order_decodes(tables.host[slots, 0])) is not None:
+        decodes = [decodes[place] for place in order.tolist()]
+        starts, slots = starts[order], slots[order]
+        siblings = find_siblings(tables.host, slots, starts, sizes.block_size)
+    chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
+    ordered = tuple(slices[index] for index in chosen)
+    lengths = np.fromiter((piece.length for piece in ordered), np.int32, len(ordered))
+    last_rows = np.cumsum(lengths, dtype=np.int32) - 1
+    prompts = [
+        Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.slot)
+        for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
+    ]
+    work = plan_work(starts, slots, siblings, prompts, int(last_rows[-1]) + 1, sizes)
+    return Step(ordered, tuple(chosen), last_rows, len(decodes), work)
+
+
+class BlockTables:
+    """The block tables of all slots, on the host and on the device. Plans give them whole; only news are sent."""
+
+    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.host: Ints = np.zeros((max_seqs, max_blocks), np.int32)
+        self.device = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._block_size = block_size
+        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_seqs  # whose table, how much of it
+
+    def update(self, slices: Sequence[SeqSlice]) -> tuple[list[int], list[int]]:
+        """Places in the flat table and what belongs there, for the device."""
+        places: list[int] = []
+        blocks: list[int] = []
+        width = self.host.shape[1]
+        for piece in slices:
+            table, slot = piece.block_table, piece.slot
+            needed = (piece.start + piece.length - 1) // self._block_size + 1
+            owner, known = self._seen[slot]
+            if owner is not table:  # by identity: tables only grow, and another request's is another list
+                known = 0
+            elif known >= needed:
+                continue
+            new = table[known:needed]
+            self.host[slot, known:needed] = new
+            places += range(slot * width + known, slot * width + needed)
+            blocks += new
+            self._seen[slot] = (table, needed)
+        return places, blocks
+
+    def forget(self) -> None:
+        """What was written here may not have reached the device: send everything again."""
+        self._seen = [(None, 0)] * len(self._seen)
+
+
+class Staging:
+    """Host memory the device can fetch from by itself, a few steps deep: one is written while others are read."""
+
+    DEPTH = 3
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._buffers = [torch.empty(0, dtype=torch.int32)] * self.DEPTH
+        self._events: list[torch.cuda.Event | None] = [None] * self.DEPTH
+        self._turn = 0
+
+    def begin(self, size: int) -> NDArray[np.int32]:
+        """Room for so many numbers, which nobody reads any more."""
+        self._turn = (self._turn + 1) % self.DEPTH
+        if (event := self._events[self._turn]) is not None:
+            event.synchronize()
+        if self._buffers[self._turn].numel() < size:
+            self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._is_cuda)
+        array: NDArray[np.int32] = self._buffers[self._turn].numpy()
+        return array
+
+    def send(self, size: int, out: Tensor) -> None:
+        """What was written, up to `size`, into a buffer on the device. Does not wait."""
+        out[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
+        if self._is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._events[self._turn] = event

@@ -1,0 +1,1 @@
+"""Triton kernels of the CUDA path. Nothing else imports triton."""

@@ -1,0 +1,194 @@
+"""Attention over the paged cache, driven by a list of work items (`quire.backends.torch.work` writes it).
+
+An item is some query rows, a range of keys and the block table to find them by. Prompts, decodes, chunks behind a
+cached prefix and the shared head of siblings are all items of one kind, so there is one kernel. A row whose keys lie in
+one item is written at once; where they are split over several, each writes a part and `merge` joins them. A program
+takes one item and one KV head: the block of that head is read once for all its query heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
+
+ITEM_FIELDS = 6  # first row, number of rows, slot of the block table, first key, last key + 1, number of the part
+LOG2E = 1.4426950408889634
+MERGED = 16  # parts merged at a time
+
+
+class Tiling(NamedTuple):
+    """How a program cuts its item. Measured in docs/performance.md."""
+
+    rows: int  # query rows times heads of the group: at least 16, for the matrix units
+    keys: int  # read at a time
+    num_warps: int
+    num_stages: int  # tiles of keys under way
+
+
+NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # one token an item: decodes
+WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # many: prompts, and siblings on their shared head
+
+
+@triton.jit
+def _attend(
+    q, layer, tables, positions, items, first_parts, out, parts, lse,
+    scale, cap, window, stride_q, stride_table, num_heads,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    item = items + tl.program_id(0) * 6
+    num_rows = tl.load(item + 1)
+    if num_rows == 0:  # the list is shorter than the grid
+        return
+    head = tl.program_id(1)
+    row, slot, low, high, part = (
+        tl.load(item), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    )  # fmt: skip
+    m, d, n = tl.arange(0, M), tl.arange(0, D_PAD), tl.arange(0, N)
+    is_row = m // G < num_rows
+    rows = row + m // G  # [M]: of the batch
+    heads = head * G + m % G
+    position = tl.load(positions + rows, mask=is_row, other=-1)
+    is_in = is_row[:, None] & (d < D)[None, :]
+    queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
+    if HAS_WINDOW:  # keys before the first row's window are nobody's
+        first = tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1
+        low = tl.maximum(low, first // N * N)
+    peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity less itself is not a number
+    total = tl.zeros((M,), tl.float32)
+    mixed = tl.zeros((M, D_PAD), tl.float32)
+    for start in range(low, high, N):
+        keys_at = start + n
+        is_key = keys_at < high
+        # Beyond the range the null block is read. What a row may not see counts for nothing, but must be a number.
+        block = tl.load(tables + slot * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
+        place = ((block * 2 * K + head) * BLOCK + keys_at % BLOCK) * D  # [N]
+        if D == D_PAD:
+            keys = tl.load(layer + place[None, :] + d[:, None])  # [D, N]
+            values = tl.load(layer + K * BLOCK * D + place[:, None] + d[None, :])  # [N, D]
+        else:
+            keys = tl.load(layer + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+            values = tl.load(layer + K * BLOCK * D + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
+        if HAS_CAP:
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
+            scores *= 1.4426950408889634
+        is_seen = is_key[None, :] & (keys_at[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = higher
+    total = tl.where(total == 0.0, 1.0, total)  # no key was seen: the peak says so to `merge`
+    mixed = mixed / total[:, None]
+    first_part = tl.load(first_parts + rows, mask=is_row, other=0)
+    is_whole = tl.load(first_parts + rows + 1, mask=is_row, other=0) - first_part == 0
+    target = rows.to(tl.int64) * num_heads + heads
+    tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in & is_whole[:, None])
+    target = (first_part + part).to(tl.int64) * num_heads + heads
+    tl.store(parts + target[:, None] * D + d[None, :], mixed, mask=is_in & (is_whole == 0)[:, None])
+    tl.store(lse + target, peak + tl.log2(total), mask=is_row & (is_whole == 0))
+
+
+@triton.jit
+def _merge(
+    parts, lse, first_parts, out, num_heads,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first = tl.load(first_parts + row)
+    last = tl.load(first_parts + row + 1)
+    if last == first:
+        return
+    g, d, n = tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, N)
+    heads = tl.program_id(1) * G + g
+    is_head = g < G
+    is_in = is_head[:, None] & (d < D)[None, :]
+    peak = tl.full((G_PAD,), -1e30, tl.float32)
+    total = tl.zeros((G_PAD,), tl.float32)
+    mixed = tl.zeros((G_PAD, D_PAD), tl.float32)
+    for start in range(first, last, N):
+        part = (start + n).to(tl.int64)
+        is_part = (part < last)[:, None] & is_head[None, :]  # [N, G]
+        target = part[:, None] * num_heads + heads[None, :]
+        height = tl.load(lse + target, mask=is_part, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(height, 0))
+        weights = tl.exp2(height - higher[None, :])
+        shrink = tl.exp2(peak - higher)
+        value = tl.load(
+            parts + target[:, :, None] * D + d[None, None, :],
+            mask=is_part[:, :, None] & (d < D)[None, None, :],
+            other=0.0,
+        )  # [N, G, D]
+        total = total * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * value, 0)
+        peak = higher
+    target = row.to(tl.int64) * num_heads + heads
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + target[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=is_in)
+
+
+class Parts(NamedTuple):
+    """Where split rows wait to be merged. One for all layers: they run one after the other."""
+
+    mixed: Tensor  # [P, H, D] fp32
+    lse: Tensor  # [P, H] fp32: the logarithm, base two, of what the softmax of the part sums to
+
+    @classmethod
+    def empty(cls, num_parts: int, num_heads: int, head_size: int, device: torch.device) -> Parts:
+        mixed = torch.empty(num_parts, num_heads, head_size, dtype=torch.float32, device=device)
+        return cls(mixed, torch.empty(num_parts, num_heads, dtype=torch.float32, device=device))
+
+
+def rows_per_item(tiling: Tiling, num_groups: int) -> int:
+    """How many tokens an item of this tiling may hold."""
+    return max(tiling.rows // num_groups, 1)
+
+
+def attend(
+    q: Tensor,  # [T, H, D]
+    layer: Tensor,  # [blocks, 2, K, block size, D]
+    tables: Tensor,  # [slots, most blocks] int32
+    positions: Tensor,  # [T] int32
+    items: Tensor,  # [items, ITEM_FIELDS] int32; those of no rows are skipped
+    first_parts: Tensor,  # [T + 1] int32; a row without parts is written to `out` at once
+    parts: Parts,
+    out: Tensor,  # [T, H, D]
+    *,
+    tiling: Tiling,
+    scale: float,
+    window: int,
+    cap: float,
+) -> None:
+    num_heads, head_size = q.shape[1:]
+    num_kv_heads, block_size = layer.shape[2:4]
+    num_groups = num_heads // num_kv_heads
+    _attend[(len(items), num_kv_heads)](
+        q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse,
+        scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
+        K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(triton.next_power_of_2(head_size), 16), BLOCK=block_size,
+        M=max(tiling.rows, triton.next_power_of_2(num_groups)), N=tiling.keys,
+        HAS_CAP=cap > 0, HAS_WINDOW=window > 0,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+
+
+def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int) -> None:
+    """Join the parts of every row of out [T, H, D] that has some."""
+    num_rows, num_heads, head_size = out.shape
+    num_groups = num_heads // num_kv_heads
+    _merge[(num_rows, num_kv_heads)](
+        parts.mixed, parts.lse, first_parts, out, num_heads,
+        G=num_groups, G_PAD=triton.next_power_of_2(num_groups), D=head_size,
+        D_PAD=triton.next_power_of_2(head_size), N=MERGED, num_warps=4,
+    )  # fmt: skip

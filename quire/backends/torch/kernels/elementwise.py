@@ -1,0 +1,109 @@
+"""What stands between the matrix products: embedding, norms and the gate of the MLP.
+
+All are bound by memory, so each reads its tensors once and does the rest in fp32 registers. All tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.weights.spec import Activation
+
+# T rows of the batch, E hidden size, F width of the MLP, V vocabulary
+
+GATED_BLOCK = 1024  # elements a program of `gated` takes: 16 bytes a thread of four warps
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "last_samples"])
+def _embed(tokens, slots, last_samples, embedding, out, scale, E: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    slot = tl.load(slots + row)
+    sample = tl.load(last_samples + slot, mask=(token < 0) & (slot >= 0), other=0)
+    token = tl.where(token < 0, sample, token)
+    token = tl.where(slot < 0, 0, token).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(embedding + token * E + column, mask=column < E).to(tl.float32) * scale
+    tl.store(out + row * E + column, value.to(out.dtype.element_ty), mask=column < E)
+
+
+@triton.jit
+def _norm(x, residual, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    is_in = column < E
+    place = tl.program_id(0).to(tl.int64) * E + column
+    scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # early: it need not wait for the sum
+    value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
+        rounded = value.to(out.dtype.element_ty)  # the norm is of what the next layers will read
+        tl.store(residual + place, rounded, mask=is_in)
+        value = rounded.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / E + eps)
+    tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr):
+    num_blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    row = (program // num_blocks).to(tl.int64)
+    column = program % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < F
+    gate = tl.load(gate_up + row * 2 * F + column, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + column, mask=is_in, other=0.0).to(tl.float32)
+    inner = gate
+    if not IS_SILU:  # gelu by tanh: (1 + tanh(a)) / 2 is the sigmoid of 2a; 1.5957... is 2 * sqrt(2 / pi)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + row * F + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=is_in)
+
+
+@cache  # Triton's helpers take microseconds of the host, and a step calls this for every layer
+def _row_shape(size: int) -> tuple[int, int]:
+    """Of a program that takes a whole row: its width, padded, and its warps: at most 16 elements a thread."""
+    width = triton.next_power_of_2(size)
+    return width, min(max(width // 512, 4), 16)
+
+
+def embed(tokens: Tensor, slots: Tensor, last_samples: Tensor, embedding: Tensor, scale: float) -> Tensor:
+    """Rows [T, E] of the embedding [V, E], times `scale`. A token of -1 is the last sample of its slot."""
+    num_rows, size = tokens.shape[0], embedding.shape[1]
+    out = embedding.new_empty((num_rows, size))
+    width, num_warps = _row_shape(size)
+    _embed[(num_rows,)](
+        tokens, slots, last_samples, embedding, out, scale, E=size, BLOCK=width, num_warps=num_warps
+    )  # fmt: skip
+    return out
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of the rows of x [T, E]."""
+    return _normed(x, None, weight, eps)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum itself, which is written over `residual`. No residual: the sum is x."""
+    return _normed(x, residual, weight, eps), x if residual is None else residual
+
+
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
+    width, num_warps = _row_shape(size)
+    _norm[(num_rows,)](x, residual, weight, out, eps, E=size, BLOCK=width, num_warps=num_warps)
+    return out
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up [T, F], of both side by side in one tensor [T, 2F]."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_rows, size))
+    _gated[(num_rows * -(-size // GATED_BLOCK),)](
+        gate_up, out, F=size, BLOCK=GATED_BLOCK, IS_SILU=activation is Activation.SILU, num_warps=4
+    )
+    return out

@@ -1,0 +1,126 @@
+"""From the qkv matrix to attention in one launch: norms of the heads, rotation, keys and values into their blocks.
+
+The heads of a row lie side by side: queries, keys, values. A block of the cache holds the keys of all heads, then the
+values. So head H + i of a row is head i of a block, key or value, and a program takes a few heads of any kind: values
+meet a norm of 1 and an angle of 0. All tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# T rows of the batch, H query heads, K kv heads, D head size, R rotated dimensions of a head, P positions
+
+ELEMENTS = 1024  # a program takes, in whole heads: 16 bytes a thread of each half, with the warps below
+NUM_WARPS = 2
+
+
+@triton.jit
+def _weight(q_norm, k_norm, dim, is_query, is_key):
+    # Not one load from a chosen address: the compiler would not know it for aligned, and load element by element.
+    return tl.where(is_query, tl.load(q_norm + dim, mask=is_query), tl.load(k_norm + dim, mask=is_key))
+
+
+@triton.jit
+def _times(x, weight, dtype: tl.constexpr):
+    # Rounded after the norm and after the weight, as in models/qwen3.py.
+    return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["positions", "slots", "tables", "max_blocks"])
+def _rope_store(
+    qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = q.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    is_real = slot >= 0  # else a padding row: it reads position 0 and leaves the cache alone
+    position = tl.where(is_real, tl.load(positions + row), 0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+    is_query, is_key = head < H, (head >= H) & (head < H + K)
+    is_head, turns = head < H + 2 * K, head < H + K
+    pair = tl.arange(0, HALF_PAD)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
+    in_pair, in_rest = is_head & (pair < HALF), is_head & (rest < D)
+
+    # All loads come before the first sum, so that they are under way together.
+    source = qkv + (row * (H + 2 * K) + head) * D
+    x1 = tl.load(source + pair, mask=in_pair, other=0.0).to(tl.float32)  # [HEADS, R / 2]
+    x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
+    x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)  # [HEADS, D - R]: not rotated
+    block = tl.load(tables + slot * max_blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
+    cosine = tl.load(cosines + position * HALF + pair, mask=turns & in_pair, other=1.0)
+    sine = tl.load(sines + position * HALF + pair, mask=turns & in_pair, other=0.0)
+    if q_norm is not None:
+        w1 = _weight(q_norm, k_norm, pair, is_query & in_pair, is_key & in_pair)
+        w2 = _weight(q_norm, k_norm, HALF + pair, is_query & in_pair, is_key & in_pair)
+        w3 = _weight(q_norm, k_norm, rest, is_query & in_rest, is_key & in_rest)
+        squares = tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True) + tl.sum(x3 * x3, 1, keep_dims=True)
+        scale = tl.rsqrt(squares / D + eps)  # [HEADS, 1]
+        x1 = tl.where(turns, _times(x1 * scale, w1, dtype), x1)
+        x2 = tl.where(turns, _times(x2 * scale, w2, dtype), x2)
+        x3 = tl.where(turns, _times(x3 * scale, w3, dtype), x3)
+    y1 = (x1 * cosine - x2 * sine).to(dtype)
+    y2 = (x2 * cosine + x1 * sine).to(dtype)
+    y3 = x3.to(dtype)
+
+    target = q + (row * H + head) * D
+    tl.store(target + pair, y1, mask=in_pair & is_query)
+    tl.store(target + HALF + pair, y2, mask=in_pair & is_query)
+    tl.store(target + rest, y3, mask=in_rest & is_query)
+    is_kept = (head >= H) & (head < tl.where(is_real, H + 2 * K, H))
+    target = layer + ((block * 2 * K + head - H) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+    tl.store(target + pair, y1, mask=in_pair & is_kept)
+    tl.store(target + HALF + pair, y2, mask=in_pair & is_kept)
+    tl.store(target + rest, y3, mask=in_rest & is_kept)
+
+
+class Tiling(NamedTuple):
+    """How the heads of a row are cut. Widths are powers of two."""
+
+    num_programs: int
+    heads: int  # of a program
+    half: int  # of the rotated dimensions
+    rest: int  # of those that are not
+
+
+@cache
+def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
+    """Kept, because Triton's helpers take microseconds of the host and a step calls them for every layer."""
+    heads = max(ELEMENTS // triton.next_power_of_2(head_size), 1)
+    rest = max(head_size - 2 * half, 1)
+    return Tiling(triton.cdiv(num_heads, heads), heads, triton.next_power_of_2(half), triton.next_power_of_2(rest))
+
+
+def rope_store(
+    qkv: Tensor,  # [T, (H + 2K) * D]
+    positions: Tensor,  # [T] int32
+    slots: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
+    tables: Tensor,  # [slots, most blocks] int32
+    cosines: Tensor,  # [P, R / 2] fp32
+    sines: Tensor,  # [P, R / 2] fp32
+    layer: Tensor,  # [blocks, 2, K, block size, D]
+    num_heads: int,
+    q_norm: Tensor | None,  # [D]; both norms or none
+    k_norm: Tensor | None,  # [D]
+    eps: float,
+) -> Tensor:
+    """The queries [T, H, D], normed and rotated. So are the keys, which go with the values to the blocks of `layer`."""
+    num_rows = qkv.shape[0]
+    _, _, num_kv_heads, block_size, head_size = layer.shape
+    half = cosines.shape[1]
+    tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
+    q = qkv.new_empty((num_rows, num_heads, head_size))
+    _rope_store[(num_rows, tiling.num_programs)](
+        qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
+        H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
+        HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,161 @@
+"""What attention has to do in a step, cut into items of about equal work. Plain numpy: nothing here knows a GPU.
+
+A decode reads its whole context for one row of queries. With many sequences there is a program for each and every KV
+head, and the card is full. With few, a long context would keep a handful of programs busy while the rest of the card
+looks on, so contexts are cut along their length, and the parts merged afterwards. How long a piece is depends on how
+much there is to read in all: as long as `target` programs get one each. docs/gpu.md explains it with a picture.
+
+Decodes whose block tables begin alike (siblings of one prompt) read that head once for all: their rows together are
+one item over the shared blocks, and each has items of its own for the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+MIN_CHUNK = 128  # keys: below that, a program costs more to start than to run
+MIN_SIBLINGS = 4  # rows that share a head, for which reading it once pays
+MIN_SHARED = 128  # keys of that head
+
+
+class Prompt(NamedTuple):
+    """Rows of one sequence, more than one."""
+
+    first_row: int
+    length: int
+    start: int  # position of the first row
+    slot: int
+
+
+class Work(NamedTuple):
+    narrow: Ints  # [items, ITEM_FIELDS]: one row each
+    wide: Ints  # [items, ITEM_FIELDS]
+    first_parts: Ints  # [T + 1]: of each row, where its parts begin; none: its keys are all in one item
+
+
+class Sizes(NamedTuple):
+    """What the list is cut for."""
+
+    num_kv_heads: int
+    block_size: int
+    rows_per_item: int  # tokens of a wide item
+    target: int  # programs that fill the card with one row each
+    wide_target: int  # and with many
+    max_parts: int  # at least two a sequence
+
+
+class Siblings(NamedTuple):
+    """Decodes at rows [first, last) whose first `shared` keys are the same blocks."""
+
+    first: int
+    last: int
+    shared: int
+
+
+def order_decodes(first_blocks: Ints) -> NDArray[np.int64] | None:
+    """An order that puts decodes of the same first block side by side; None where no two have one."""
+    order = np.argsort(first_blocks, kind="stable")
+    ordered = first_blocks[order]
+    return order if bool((ordered[1:] == ordered[:-1]).any()) else None
+
+
+def find_siblings(tables: Ints, slots: Ints, starts: Ints, block_size: int) -> list[Siblings]:
+    """Among decodes in the order of `order_decodes`: who reads a head together. `starts` are positions of the rows."""
+    first_blocks = tables[slots, 0]
+    bounds = np.flatnonzero(np.diff(first_blocks)) + 1
+    edges = [0, *bounds.tolist(), len(slots)]
+    found = []
+    for first, last in itertools.pairwise(edges):
+        if last - first < MIN_SIBLINGS:
+            continue
+        width = int(starts[first:last].min()) // block_size  # full blocks below everyone's own position
+        rows = tables[slots[first:last], :width]
+        is_same = (rows == rows[0]).all(0)
+        shared = (width if is_same.all() else int(is_same.argmin())) * block_size
+        if shared >= MIN_SHARED:
+            found.append(Siblings(first, last, shared))
+    return found
+
+
+def plan_work(
+    starts: Ints, slots: Ints, siblings: Sequence[Siblings], prompts: Sequence[Prompt], num_rows: int, sizes: Sizes
+) -> Work:
+    """Decodes at rows [0, len(starts)), at these positions; then the prompts. `num_rows` is all of them."""
+    num_decodes = len(starts)
+    shared = np.zeros(num_decodes, np.int32)
+    for group in siblings:
+        shared[group.first : group.last] = group.shared
+    own = starts + 1 - shared
+    chunk = _chunk(int(own.sum()), sizes.num_kv_heads, sizes.target)
+    tiles = _tiles(siblings, prompts, slots, sizes.rows_per_item)
+    wide_chunk = _chunk(int(tiles[:, 4].sum()), sizes.num_kv_heads, sizes.wide_target)
+    while True:  # few parts: longer pieces, until what waits to be merged fits
+        num_chunks = -(-own // chunk)
+        wide_chunks = -(-tiles[:, 4] // wide_chunk)
+        counts = np.ones(num_rows, np.int32)
+        counts[:num_decodes] = num_chunks
+        _add_wide(counts, tiles, wide_chunks, num_decodes)
+        first_parts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(np.where(counts > 1, counts, 0), out=first_parts[1:])
+        if first_parts[-1] <= sizes.max_parts:
+            break
+        chunk, wide_chunk = 2 * chunk, 2 * wide_chunk
+    narrow = _cut(
+        np.stack([np.arange(num_decodes, dtype=np.int32), np.ones_like(slots), slots, shared, starts + 1], 1),
+        num_chunks,
+        counts[:num_decodes] - num_chunks,
+    )
+    wide = _cut(tiles, wide_chunks, np.zeros(len(tiles), np.int32))
+    return Work(narrow, wide, first_parts)
+
+
+def _chunk(num_keys: int, num_kv_heads: int, target: int) -> int:
+    """Keys an item should read, so that about `target` programs share all of them."""
+    return max(-(-num_keys * num_kv_heads // target // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
+
+
+def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], slots: Ints, rows_per_item: int) -> Ints:
+    """Groups of rows and all the keys they see: [tiles, first row, rows, slot, first key, last key + 1]."""
+    tiles: list[tuple[int, int, int, int, int]] = []
+    for group in siblings:
+        slot = int(slots[group.first])
+        tiles += [
+            (row, min(rows_per_item, group.last - row), slot, 0, group.shared)
+            for row in range(group.first, group.last, rows_per_item)
+        ]
+    for prompt in prompts:
+        for offset in range(0, prompt.length, rows_per_item):
+            num_rows = min(rows_per_item, prompt.length - offset)
+            tiles.append((prompt.first_row + offset, num_rows, prompt.slot, 0, prompt.start + offset + num_rows))
+    return np.array(tiles, np.int32).reshape(-1, 5)
+
+
+def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints, num_decodes: int) -> None:
+    """How many parts each row has: those of a head it shares come on top of its own."""
+    for (row, num_rows, _, _, _), num_chunks in zip(tiles.tolist(), wide_chunks.tolist(), strict=True):
+        if row < num_decodes:
+            counts[row : row + num_rows] += num_chunks
+        else:
+            counts[row : row + num_rows] = num_chunks
+
+
+def _cut(tiles: Ints, num_chunks: Ints, first_part: Ints) -> Ints:
+    """Every tile into so many pieces along its keys, the longest first: they set how long it all takes."""
+    which = np.repeat(np.arange(len(tiles)), num_chunks)
+    part = np.arange(len(which)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    low, high = tiles[:, 3], tiles[:, 4]
+    even = -(-(high - low) // np.maximum(num_chunks, 1))
+    size = -(-even // MIN_CHUNK) * MIN_CHUNK  # whole tiles of keys
+    items = np.empty((len(which), 6), np.int32)
+    items[:, :3] = tiles[which, :3]
+    items[:, 3] = low[which] + part * size[which]
+    items[:, 4] = np.minimum(items[:, 3] + size[which], high[which])
+    items[:, 5] = first_part[which] + part
+    return items[np.argsort(items[:, 3] - items[:, 4], kind="stable")]

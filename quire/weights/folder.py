@@ -1,0 +1,84 @@
+"""A folder as Hugging Face lays it out, but for its weights: config.json, generation_config.json, tokenizer files.
+
+Only files of the folder itself are opened, whatever a name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelFileError
+from quire.weights.checkpoint import TokenizerFiles
+from quire.weights.config import find_architecture, read_generation, spec_from_config
+from quire.weights.fields import Fields, read_bounded, read_json, show
+from quire.weights.spec import GenerationDefaults, ModelSpec
+
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TEMPLATE_BYTES = 4 << 20
+
+
+class ModelFolder:
+    """What its small files say."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config_path = member(path, "config.json")
+        self.config = read_json(self._config_path)
+        self.architecture = find_architecture(Fields(str(self._config_path), self.config))
+        self._generation = self._json("generation_config.json")
+
+    def spec(self, quantization: str) -> ModelSpec:
+        return spec_from_config(self.config, self._generation, str(self._config_path), quantization)
+
+    def generation(self) -> GenerationDefaults:
+        return read_generation(self._generation, str(self.path / "generation_config.json"))
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        config = self._json("tokenizer_config.json")
+        words = self.path / "tokenizer.json"
+        return TokenizerFiles(
+            tokenizer_json=read_bounded(member(self.path, words.name), MAX_TOKENIZER_BYTES) if words.exists() else None,
+            gguf=None,
+            config=config,
+            chat_template=self._chat_template(config),
+        )
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_json(member(self.path, name)) if (self.path / name).exists() else {}
+
+    def _chat_template(self, config: Mapping[str, Any]) -> str | None:
+        """The newest form wins: a file of its own, then tokenizer_config.json, then chat_template.json."""
+        path = self.path / "chat_template.jinja"
+        if path.exists():
+            try:
+                return read_bounded(member(self.path, path.name), MAX_TEMPLATE_BYTES).decode()
+            except UnicodeDecodeError as error:
+                raise ModelFileError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        template = config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
+            template = named[0] if named else None
+        if template is not None and not isinstance(template, str):
+            raise ModelFileError(f"{self.path}: chat_template is {show(template)}: not a string")
+        return template
+
+
+def member(folder: Path, name: str) -> Path:
+    """A file of the folder by its bare name. A link may lead to the hub cache of the same model, nowhere else."""
+    if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
+        raise ModelFileError(f"{folder}: {show(name)} is not a bare file name")
+    path = folder / name
+    try:
+        real, home = path.resolve(strict=True), folder.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
+        raise ModelFileError(f"{folder}: {show(name)} cannot be read: {error}") from None
+    allowed = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        allowed.append(home.parent.parent)
+    if not any(real.is_relative_to(root) for root in allowed):
+        raise ModelFileError(f"{folder}: {show(name)} is a link that leads out of the folder, to {real}")
+    if not real.is_file():
+        raise ModelFileError(f"{folder}: {show(name)} is not a file")
+    return path

@@ -1,0 +1,43 @@
+"""The rig, over the GPU's runner: its kernels run in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.backends.torch.cuda import CudaRunner
+from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models import MODELS
+from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.engine import Engine
+from quire.weights.opening import open_checkpoint
+from tests.backends.torch.kernels.device import DEVICE
+from tests.backends.torch.rig import Rig
+
+Change = Callable[[CudaRunner], None]
+
+
+def fused_runner(path: Path, *, num_blocks: int = 64, block_size: int = 32, max_seqs: int = 8) -> CudaRunner:
+    checkpoint = open_checkpoint(path)
+    device = torch.device(DEVICE)
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, torch.float32, device)
+        model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_context)
+        store = KVStore(checkpoint.spec, num_blocks, block_size, torch.float32, device)
+        return CudaRunner(model, store, max_seqs=max_seqs, max_context=checkpoint.spec.max_context)
+
+
+class FusedRig(Rig):
+    def __init__(self, path: Path, **settings: Any) -> None:
+        runner = fused_runner(path, **settings)
+        self.config = EngineConfig()
+        self.runner = runner
+        self.engine = Engine(runner, make_scheduler(runner, self.config))
+        self.vocab_size = self.engine.capacity.vocab_size
+        self.num_copies = self.num_computed = 0
+        self.engine.on_plan = self._count
+        self._num_requests = 0

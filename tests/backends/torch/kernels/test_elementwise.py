@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
+from quire.weights.spec import Activation
+from tests.backends.torch.kernels.device import DEVICE, unit
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [1, 40, 576, 1024, 1152, 4096]  # of a row: SmolLM2 576, Gemma 3 1152
+EPS = 1e-5
+
+# In the interpreter only. The sigmoid of such a number is 0 either way.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def assert_rounded(got: Tensor, exact: Tensor) -> None:
+    """`got` is `exact`, fp64, to one rounding to its dtype and a little for fp32 inside."""
+    torch.testing.assert_close(got.double(), exact, rtol=1.01 * unit(got.dtype) + 2e-6, atol=1e-7)
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_norm(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, weight = randn(5, size, dtype=dtype) * 3, randn(size, dtype=dtype)
+    before = x.clone()
+    assert_rounded(norm(x, weight, EPS), exact_norm(x, weight))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_add_norm_writes_the_sum_over_the_residual(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, dtype=dtype) * 9, randn(size, dtype=dtype)
+    x_before, total = x.clone(), x.double() + residual.double()
+    normed, out = add_norm(x, residual, weight, EPS)
+    assert out is residual
+    assert_rounded(residual, total)
+    assert torch.equal(x, x_before)
+    assert_rounded(normed, exact_norm(residual, weight))  # of the sum as rounded
+
+
+def test_add_norm_without_a_residual_returns_x_itself() -> None:
+    torch.manual_seed(0)
+    x, weight = randn(3, 96, dtype=torch.float32), randn(96, dtype=torch.float32)
+    normed, residual = add_norm(x, None, weight, EPS)
+    assert residual is x
+    assert_rounded(normed, exact_norm(x, weight))
+
+
+def test_the_norm_of_a_tiny_row_is_held_by_eps() -> None:
+    x = torch.full((2, 64), 1e-4, device=DEVICE)
+    x[1] = 0
+    normed = norm(x, torch.ones(64, device=DEVICE), EPS)
+    assert_rounded(normed, exact_norm(x, torch.ones(64, device=DEVICE)))
+    assert not normed[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("size", [1, 80, 1024, 1536, 3072])
+def test_gated(size: int, activation: Activation, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    gate_up = randn(4, 2 * size, dtype=dtype) * 3
+    before = gate_up.clone()
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = (F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")) * up
+    out = gated(gate_up, activation)
+    assert out.shape == (4, size)
+    assert_rounded(out, exact)
+    assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_a_gate_far_from_zero_is_shut_or_open(activation: Activation) -> None:
+    gate = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0], device=DEVICE)
+    out = gated(torch.cat((gate, torch.full_like(gate, 2.0)))[None], activation)
+    torch.testing.assert_close(out[0], gate.clamp(min=0) * 2, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_embed(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    embedding = randn(50, size, dtype=dtype)
+    last_samples = torch.tensor([7, 8, 49, 10], dtype=torch.int32, device=DEVICE)
+    tokens = torch.tensor([3, -1, 49, -1, 0, -1, 12], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([1, 2, 0, 0, 3, -1, -1], dtype=torch.int32, device=DEVICE)
+    resolved = [3, 49, 49, 7, 0, 0, 0]  # rows without a slot are padding: token 0
+    assert torch.equal(embed(tokens, slots, last_samples, embedding, 1.0), embedding[resolved])
+    assert_rounded(embed(tokens, slots, last_samples, embedding, 33.75), embedding[resolved].double() * 33.75)
+
+
+def test_embed_of_rows_beyond_32_bits() -> None:
+    """A vocabulary of 262,144 times 8,192 is 2**31. Only the pages touched here take memory."""
+    size = 8192
+    embedding = torch.empty(262_145, size, dtype=torch.bfloat16, device=DEVICE)
+    embedding[-1] = torch.arange(size, device=DEVICE)
+    one = torch.tensor([262_144], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(embed(one, torch.zeros_like(one), one, embedding, 1.0), embedding[-1:])

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.torch.kernels.rope import rope_store
+from quire.backends.torch.layers import Rotary
+from quire.weights.spec import RopeSpec
+from tests.backends.torch.kernels.device import DEVICE, unit
+
+# T rows, H query heads, K kv heads, D head size, R rotated dimensions
+
+NUM_SLOTS, MAX_BLOCKS, NUM_BLOCKS = 4, 6, 30
+EPS = 1e-6
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [  # H, K, D, R, block size
+    (16, 8, 128, 128, 32),  # Qwen 3
+    (32, 8, 128, 128, 16),  # Llama 3
+    (9, 3, 64, 64, 32),  # SmolLM2: queries, keys and values in one program
+    (4, 1, 256, 256, 32),  # Gemma 3
+    (6, 6, 96, 96, 32),  # Phi 3
+    (6, 2, 128, 96, 32),  # Phi 4 mini: a part is not rotated
+    (3, 1, 80, 32, 5),
+    (1, 1, 16, 2, 1),
+]
+
+
+@dataclass
+class Case:
+    qkv: Tensor  # [T, (H + 2K) * D]
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    cosines: Tensor
+    sines: Tensor
+    layer: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def run(self, num_heads: int) -> Tensor:
+        return rope_store(
+            self.qkv, self.positions, self.slots, self.tables, self.cosines, self.sines, self.layer, num_heads,
+            self.q_norm, self.k_norm, EPS,
+        )  # fmt: skip
+
+
+def random_case(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> Case:
+    num_heads, num_kv_heads, head_size, rotary_size, block_size = shape
+    torch.manual_seed(sum(shape))
+    max_context = MAX_BLOCKS * block_size
+    tables = torch.randperm(NUM_BLOCKS)[: NUM_SLOTS * MAX_BLOCKS].view(NUM_SLOTS, MAX_BLOCKS)
+    # Rows of all slots mixed, no place twice, the last position of all included; then padding rows of wild positions.
+    places = torch.cat((torch.randperm(NUM_SLOTS * max_context - 1)[:3], torch.tensor([NUM_SLOTS * max_context - 1])))
+    slots = torch.cat((places // max_context, torch.tensor([-1, -1])))
+    positions = torch.cat((places % max_context, torch.tensor([0, 2**30])))
+    angles = torch.rand(max_context, rotary_size // 2) * 7
+    q_norm, k_norm = torch.randn(2, head_size).to(DEVICE, dtype)
+    return Case(
+        qkv=(torch.randn(len(slots), (num_heads + 2 * num_kv_heads) * head_size) * 2).to(DEVICE, dtype),
+        positions=positions.to(DEVICE, torch.int32),
+        slots=slots.to(DEVICE, torch.int32),
+        tables=tables.to(DEVICE, torch.int32),
+        cosines=(angles.cos() * 1.2).to(DEVICE),  # as with an attention factor
+        sines=(angles.sin() * 1.2).to(DEVICE),
+        layer=torch.randn(NUM_BLOCKS, 2, num_kv_heads, block_size, head_size).to(DEVICE, dtype),
+        q_norm=q_norm if has_norms else None,
+        k_norm=k_norm if has_norms else None,
+    )
+
+
+def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Heads [T, H, D] in fp64."""
+    if weight is None:
+        return x.double()
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Heads [T, H, D] in fp64: pairs as complex numbers, turned by a product."""
+    half = cosines.shape[1]
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    turned = pairs * torch.complex(cosines.double(), sines.double())[:, None]
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :].double()), -1)
+
+
+def assert_near(got: Tensor, exact: Tensor) -> None:
+    """After three roundings, at the size of what was rotated: the sum of two may be small."""
+    bound = 3 * unit(got.dtype) * exact.abs().amax(-1, keepdim=True) + 1e-6
+    assert bool(((got.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> None:
+    num_heads, num_kv_heads, head_size, _, block_size = shape
+    case = random_case(shape, dtype, has_norms)
+    before, layer_before = case.qkv.clone(), case.layer.clone()
+    q = case.run(num_heads)
+    assert torch.equal(case.qkv, before)
+    assert q.shape == (6, num_heads, head_size)
+    assert q.dtype == dtype
+
+    is_real = case.slots >= 0
+    positions, slots = case.positions[is_real].long(), case.slots[is_real].long()
+    heads = case.qkv[is_real].view(len(slots), -1, head_size)
+    queries, keys, values = heads.tensor_split((num_heads, num_heads + num_kv_heads), 1)
+    cosines, sines = case.cosines[positions], case.sines[positions]
+    assert_near(q[is_real], rotated(normed(queries, case.q_norm), cosines, sines))
+    blocks, offsets = case.tables[slots, positions // block_size].long(), positions % block_size
+    assert_near(case.layer[blocks, 0, :, offsets], rotated(normed(keys, case.k_norm), cosines, sines))
+    assert torch.equal(case.layer[blocks, 1, :, offsets], values)
+    # Nothing else was written: neither by these rows nor by the padding.
+    case.layer[blocks, :, :, offsets] = layer_before[blocks, :, :, offsets]
+    assert torch.equal(case.layer, layer_before)
+
+
+def test_a_batch_of_padding_writes_nothing() -> None:
+    case = random_case(SHAPES[0], torch.float32, True)
+    before = case.layer.clone()
+    case.slots.fill_(-1)
+    case.run(16)
+    assert torch.equal(case.layer, before)
+
+
+@pytest.mark.parametrize("rotary_size", [64, 24])
+def test_it_rotates_as_the_reference(rotary_size: int) -> None:
+    num_heads, num_kv_heads, head_size, block_size = 6, 2, 64, 16
+    case = random_case((num_heads, num_kv_heads, head_size, rotary_size, block_size), torch.float32, False)
+    case.slots, case.positions = case.slots[:4], case.positions[:4]
+    case.qkv = case.qkv[:4]
+    spec = RopeSpec(10_000.0, rotary_size, attention_factor=1.1)
+    max_context = MAX_BLOCKS * block_size
+    frequencies = torch.tensor(spec.inverse_frequencies(max_context))
+    angles = torch.arange(max_context)[:, None] * frequencies
+    case.cosines, case.sines = (angles.cos() * 1.1).to(DEVICE), (angles.sin() * 1.1).to(DEVICE)
+    q = case.run(num_heads)
+
+    rotary = Rotary(spec, max_context, head_size, torch.device(DEVICE))
+    heads = (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
+    positions, slots = case.positions.long(), case.slots.long()
+    expected = rotary.angles(positions, torch.float32, *heads).rotate(case.qkv.view(4, -1, head_size))
+    torch.testing.assert_close(q, expected[:, :num_heads], rtol=1e-5, atol=1e-5)
+    stored = case.layer[case.tables[slots, positions // block_size].long(), :, :, positions % block_size]
+    torch.testing.assert_close(stored.flatten(1, 2), expected[:, num_heads:], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_beyond_32_bits() -> None:
+    """Only the pages touched here take memory."""
+    num_kv_heads, block_size, head_size = 8, 32, 128
+    num_blocks = 2**15 + 2
+    layer = torch.empty(num_blocks, 2, num_kv_heads, block_size, head_size, dtype=torch.bfloat16, device=DEVICE)
+    case = random_case((8, num_kv_heads, head_size, head_size, block_size), torch.bfloat16, False)
+    case.layer = layer
+    case.tables.fill_(num_blocks - 1)
+    case.slots, case.positions, case.qkv = case.slots[:1], case.positions[:1], case.qkv[:1]
+    case.run(8)
+    stored = layer[num_blocks - 1, 1, :, int(case.positions[0]) % block_size]
+    assert torch.equal(stored, case.qkv.view(-1, head_size)[-num_kv_heads:])

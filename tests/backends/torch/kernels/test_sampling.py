@@ -1,0 +1,448 @@
+"""The sampler of the GPU against the one that defines it, `quire.backends.torch.sampling`, on the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.randomness import uniform
+from quire.backends.torch.device_sampling import NUM_PARAMS, DeviceSampler, Wishes, fill_params, rank_prompt
+from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+from tests.backends.torch.kernels.device import DEVICE
+from tests.backends.torch.test_sampling import adjusted, row
+
+CPU = torch.device("cpu")
+ON_GPU = DEVICE == "cuda"
+NUM_BATCHES = 20 if ON_GPU else 2  # of each size of the vocabulary
+NUM_EQUAL = 20 if ON_GPU else 2
+NUM_DRAWS = 500 if ON_GPU else 10
+MAX_SEQS = 40
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter patches the language for every call of a function inside a kernel; once a launch is enough."""
+    if ON_GPU:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    scopes: list[Any] = []
+
+    def patch(_fn: object) -> Any:
+        if not scopes:
+            scopes.append(original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})))
+            return SimpleNamespace(restore=lambda: scopes.pop().restore())
+        return SimpleNamespace(restore=lambda: None)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch)
+
+
+class Outcome(NamedTuple):
+    tokens: list[int]
+    flags: list[int]
+    logprobs: Logprobs | None
+    last_samples: list[int]
+
+
+def run(
+    logits: Tensor,
+    rows: Sequence[SeqSlice],
+    masks: Mapping[int, bytes] | None = None,
+    *,
+    sampler: DeviceSampler | None = None,
+    last_tokens: Sequence[int] | None = None,
+    draws: Sequence[float] | None = None,
+) -> Outcome:
+    """As the runner calls it, with rows in their slots. `draws` in place of the requests' own numbers."""
+    max_seqs = max(MAX_SEQS, len(rows))
+    if sampler is None:
+        sampler = DeviceSampler(logits.shape[1], max_seqs, torch.device(DEVICE))
+    params = np.full((len(rows), NUM_PARAMS), 77, np.float32)
+    wishes = fill_params(params, rows)
+    if draws is not None:
+        params[:, 4] = draws
+    last = [piece.history[-1] for piece in rows] if last_tokens is None else last_tokens
+    last_samples = torch.full((max_seqs,), -5, dtype=torch.int32, device=DEVICE)
+    out = torch.full((3, len(rows) + 2), -7, dtype=torch.int32, device=DEVICE)
+    logprobs = sampler.sample(
+        logits.to(DEVICE),
+        rows,
+        wishes,
+        torch.from_numpy(params).to(DEVICE),
+        torch.tensor([piece.slot for piece in rows], dtype=torch.int32, device=DEVICE),
+        torch.tensor(last, dtype=torch.int32, device=DEVICE),
+        last_samples,
+        masks,
+        out,
+    )
+    assert bool((out[2] == -7).all() & (out[:, len(rows) :] == -7).all())  # what is not its own
+    tokens, flags, _ = out[:, : len(rows)].tolist()
+    return Outcome(tokens, flags, logprobs, last_samples.tolist())
+
+
+def reference(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, bytes] | None = None) -> list[int]:
+    last = torch.tensor([piece.history[-1] for piece in rows])
+    tokens: list[int] = sample(
+        logits.float().clone(), rows, Penalties(logits.shape[1], CPU), last, masks
+    ).tokens.tolist()
+    return tokens
+
+
+def is_settled(logits: Tensor, piece: SeqSlice, mask: bytes | None, margin: float = 1e-5) -> bool:
+    """Whether no decision on the way to this row's token is so close that the order of a sum could turn it."""
+
+    def is_apart(values: Tensor, limit: float) -> bool:
+        distance = (values - limit).abs()
+        return not bool(((distance > 0) & (distance < margin)).any())
+
+    params = piece.sampling
+    values = torch.tensor(adjusted(logits.tolist(), piece, mask), dtype=torch.float64)
+    if params.is_greedy:
+        return is_apart(values, float(values.max()))
+    scaled = values / params.temperature
+    weights = (scaled - scaled.max()).exp()
+    if params.min_p:
+        floor = float(scaled.max()) + math.log(params.min_p)
+        if not is_apart(scaled, floor):
+            return False
+        weights[scaled < floor] = 0.0
+    if 0 < params.top_k < len(scaled):
+        floor = float(scaled.topk(params.top_k).values[-1])
+        if not is_apart(scaled, floor):
+            return False
+        weights[scaled < floor] = 0.0
+    if params.top_p < 1:
+        ordered = weights.sort(descending=True).values
+        before = (ordered.cumsum(0) - ordered) / weights.sum()
+        if bool(((before[1:] - params.top_p).abs() < margin).any()):
+            return False
+        weights[weights < ordered[before < params.top_p][-1]] = 0.0
+    cumulative = weights.cumsum(0)[weights > 0] / weights.sum()
+    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
+    return bool(((cumulative[:-1] - draw).abs() > margin).all())
+
+
+def random_params(rng: Random, vocab_size: int) -> SamplingParams:
+    fields: dict[str, Any] = {"seed": rng.randrange(2**63), "sample_index": rng.randrange(3)}
+    options: dict[str, Callable[[], Any]] = {
+        "temperature": lambda: rng.choice([0.0, 0.3, 0.9, 2.5]),
+        "top_k": lambda: rng.choice([1, 2, 3, 20, 60, 10**6]),
+        "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
+        "min_p": lambda: rng.choice([0.01, 0.2, 1.0]),
+        "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
+        "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
+        "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
+        "logit_bias": lambda: {rng.randrange(vocab_size): rng.choice([-100.0, 3.0]) for _ in range(3)},
+    }
+    for name, choose in options.items():
+        if rng.random() < 0.3:
+            fields[name] = choose()
+    if rng.random() < 0.2:
+        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2, 2)}
+    return SamplingParams(**fields)
+
+
+def random_row(rng: Random, vocab_size: int, slot: int) -> SeqSlice:
+    tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
+    num_prompt = rng.randrange(1, len(tokens) + 1)
+    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], slot)
+
+
+def random_mask(rng: Random, vocab_size: int) -> bytes:
+    return rng.randbytes(-(-vocab_size // 8))
+
+
+def settled_rows(rng: Random, logits: Tensor, slots: Sequence[int], masks: Mapping[int, bytes]) -> list[SeqSlice]:
+    """Random ones, drawn again where a decision is too close."""
+
+    def drawn(values: Tensor, slot: int) -> Iterator[SeqSlice]:
+        for _ in range(50):
+            piece = random_row(rng, len(values), slot)
+            if is_settled(values, piece, masks.get(slot)):
+                yield piece
+
+    return [next(drawn(logits[index].float(), slot)) for index, slot in enumerate(slots)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [50, 2049, 9001])
+def test_a_mixed_batch_follows_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
+    rng = Random(vocab_size)
+    torch.manual_seed(vocab_size)
+    for batch in range(NUM_BATCHES):
+        num_rows = 1 + batch * 15 % 16
+        logits = (torch.randn(num_rows, vocab_size) * rng.choice([0.3, 3.0])).to(dtype)
+        logits[torch.rand_like(logits, dtype=torch.float32) < 0.01] = -INF
+        slots = rng.sample(range(MAX_SEQS), num_rows)
+        masks = {slot: random_mask(rng, vocab_size) for slot in slots if rng.random() < 0.2}
+        rows = settled_rows(rng, logits, slots, masks)
+        found = run(logits, rows, masks)
+        assert found.tokens == reference(logits, rows, masks)
+        assert not any(found.flags)
+        assert [found.last_samples[slot] for slot in slots] == found.tokens
+        assert sum(token == -5 for token in found.last_samples) == MAX_SEQS - num_rows
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Not even where a decision is close: the same sums in the same order."""
+    rng = Random(5)
+    torch.manual_seed(5)
+    logits = torch.randn(8, 2500).bfloat16()
+    rows = [random_row(rng, 2500, slot) for slot in range(8)]
+    masks = {3: random_mask(rng, 2500), 7: random_mask(rng, 2500)}
+    together = run(logits, rows, masks).tokens
+    assert together == [run(logits[i : i + 1], rows[i : i + 1], masks).tokens[0] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_k": 70},  # ends among equal logits: all of them are kept
+        {"top_k": 2500},  # more than the candidates have room for
+        {"top_p": 1e-7},
+        {"top_p": 0.3},
+        {"top_k": 70, "top_p": 0.3},
+        {"min_p": 1.0},
+        {"min_p": 0.02, "top_p": 0.7},
+        {"min_p": 0.02, "top_k": 70},
+    ],
+)
+def test_equal_logits(fields: dict[str, Any]) -> None:
+    """Whole numbers only: where the sets end, there are hundreds of equals. Zeros have both signs."""
+    torch.manual_seed(1)
+    logits = (torch.randn(1, 9100) * 2).round()
+    logits[0, :500] = -INF
+    fields = {"temperature": 0.7, **fields}
+    rows = [row(SamplingParams(seed=seed, **fields), [1, 2], slot=seed) for seed in range(40)]
+    rows = [piece for piece in rows if is_settled(logits[0], piece, None)][:NUM_EQUAL]
+    logits = logits.expand(len(rows), -1).clone()
+    assert len(rows) == NUM_EQUAL
+    assert run(logits, rows).tokens == reference(logits, rows)
+    assert run(logits.bfloat16(), rows).tokens == reference(logits, rows)
+
+
+def test_the_first_of_the_largest_is_taken() -> None:
+    for places in ([7, 6000], [2047, 2048], [2048, 4096], [4999]):
+        logits = torch.zeros(2, 7000, dtype=torch.bfloat16)
+        logits[:, places] = 1.0
+        rows = [row(SamplingParams(temperature=0), [1], slot=0), row(SamplingParams(top_k=1, top_p=0.1), [1], slot=1)]
+        assert run(logits, rows, draws=[0.0, 0.0]).tokens == [places[0]] * 2
+        assert run(logits, rows, draws=[1.0, 1.0]).tokens == [places[0], places[-1]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.999}, {"top_k": 7}, {"logit_bias": {9: 0.0}, "min_p": 0.001}])
+def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
+    """A draw that rounds to 1 takes the last token that has any weight, and 0 takes the first."""
+    logits = torch.full((2, 5000), -INF)
+    logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0])
+    rows = [row(SamplingParams(**fields), [1], slot=slot) for slot in range(2)]
+    assert run(logits, rows, draws=[0.0, 1.0]).tokens == [11, 4501]
+    weak = [row(SamplingParams(temperature=1e-3, **fields), [1], slot=slot) for slot in range(2)]
+    assert run(logits, weak, draws=[0.0, 1.0]).tokens == [2040, 2040]
+
+
+def test_shares_of_the_draws() -> None:
+    """Evenly spread draws fall on each token as often as its probability says, to within one."""
+    torch.manual_seed(2)
+    logits = torch.randn(1, 6000) - 12
+    logits[0, [3, 2047, 2048, 5999]] = torch.tensor([1.0, 2.0, 0.5, 1.7])
+    choices: list[dict[str, Any]] = [{}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}]
+    for fields in choices:
+        params = SamplingParams(**fields)
+        rows = [row(params, [1], slot=slot) for slot in range(NUM_DRAWS)]
+        draws = [(index + 0.5) / NUM_DRAWS for index in range(NUM_DRAWS)]
+        tokens = run(logits.expand(NUM_DRAWS, -1), rows, draws=draws).tokens
+        shares = torch.softmax(logits[0].double() / params.temperature, 0)
+        if fields:
+            kept = shares.topk(2 if "top_p" in fields else 4).indices
+            shares = torch.zeros_like(shares).index_copy_(0, kept, shares[kept])
+            shares /= shares.sum()
+        assert tokens == sorted(tokens)
+        for token in (3, 2047, 2048, 5999):
+            assert abs(tokens.count(token) - NUM_DRAWS * float(shares[token])) < 1.5
+
+
+def test_broken_and_blocked_rows_are_marked_alone() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(9, 4100)
+    logits[1, 4000] = math.nan
+    logits[2, 7] = INF
+    logits[3] = -INF
+    logits[6, 3000] = math.nan  # and forbidden: the model is broken all the same
+    logits[7] = math.nan
+    many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many]
+    rows = [row(SamplingParams(seed=1, **one), [1, 2], slot=slot) for slot, one in enumerate(fields)]
+    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], slot=8)
+    only_five = bytearray(513)
+    only_five[0] = 1 << 5
+    masks = {4: bytes(513), 5: bytes(513), 6: bytes(513), 8: bytes(only_five)}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = run(logits.to(dtype), rows, masks)
+        assert found.flags == [0, 1, 1, 1, 2, 2, 1, 1, 2]
+        assert all(0 <= token < 4100 for token in found.tokens)
+        assert found.tokens[0] == run(logits[:1].to(dtype), rows[:1]).tokens[0]
+
+
+def test_masks_allow_what_they_say() -> None:
+    rng = Random(9)
+    vocab_size = 2061  # the last byte of a mask is not whole
+    torch.manual_seed(9)
+    logits = torch.randn(20, vocab_size).bfloat16()
+    rows = [row(SamplingParams(temperature=0), [1], slot=39 - index) for index in range(20)]
+    masks = {39 - index: random_mask(rng, vocab_size) for index in range(0, 20, 2)} | {0: bytes(258)}
+    found = run(logits, rows, masks).tokens
+    for index, token in enumerate(found):
+        mask = masks.get(39 - index)
+        allowed = [t for t in range(vocab_size) if mask is None or mask[t // 8] >> t % 8 & 1]
+        assert token == max(allowed, key=lambda t: (float(logits[index, t]), -t))
+
+
+class Talk(NamedTuple):
+    """A request whose answer is told to the scheduler late."""
+
+    request_id: int
+    epoch: int
+    slot: int
+    prompt: list[int]
+    answer: list[int]
+    params: SamplingParams
+
+    def step(self, num_hidden: int) -> SeqSlice:
+        """The next decode, or the prompt; the last samples are not in the history yet."""
+        tokens = [*self.prompt, *self.answer]
+        length = 1 if self.answer else len(tokens)
+        known = tokens[: len(tokens) - min(num_hidden, len(self.answer))]
+        return SeqSlice(
+            self.request_id, self.epoch, self.slot, (), len(tokens) - length, length, [1], known, True, self.params,
+            len(self.prompt),
+        )  # fmt: skip
+
+
+def test_penalties_follow_the_reference_from_step_to_step() -> None:
+    vocab_size = 2100
+    sampler, penalties = DeviceSampler(vocab_size, MAX_SEQS, torch.device(DEVICE)), Penalties(vocab_size, CPU)
+    rng = Random(3)
+    torch.manual_seed(3)
+    logits = torch.randn(1, vocab_size)  # the same in every step: only the counts make the tokens differ
+    best = logits[0].topk(8).indices.tolist()
+
+    def talk(request_id: int, slot: int, epoch: int = 0, **fields: float) -> Talk:
+        params = SamplingParams(temperature=0, **fields)  # type: ignore[arg-type]
+        return Talk(request_id, epoch, slot, [*rng.sample(best, 3), best[0], best[0]], [], params)
+
+    talks = [
+        talk(1, 3, frequency_penalty=0.4),
+        talk(2, 5, presence_penalty=2.0, repetition_penalty=1.1),
+        talk(3, 0),
+        talk(4, 7, repetition_penalty=1.3, frequency_penalty=-0.2),
+    ]
+    said = set()
+    for step in range(9):
+        if step == 4:  # slots go to other requests, one of them untold, and a request comes back after a preemption
+            sampler.release([3])
+            penalties.release(3)
+            talks[0] = talk(9, 3, frequency_penalty=0.4)
+            talks[3] = talk(10, 7, repetition_penalty=1.3, frequency_penalty=-0.2)
+            talks[1] = talks[1]._replace(epoch=1)
+        order = rng.sample(talks, len(talks)) if step % 3 else talks[:2]  # some rest for a step
+        rows = [one.step(rng.randrange(2)) for one in order]
+        last = [[*one.prompt, *one.answer][-1] for one in order]
+        wanted = sample(logits.repeat(len(rows), 1), rows, penalties, torch.tensor(last), None).tokens.tolist()
+        found = run(logits.expand(len(rows), -1), rows, sampler=sampler, last_tokens=last)
+        assert found.tokens == wanted, step
+        for one, token in zip(order, wanted, strict=True):
+            one.answer.append(token)
+            said.add(token)
+    assert len(said) > 5  # the penalties did something
+
+
+def test_logprobs_are_the_models_own() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(4, 2100)
+    rows = [
+        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], slot=4),
+        row(SamplingParams(temperature=0), [1, 2], slot=1),
+        row(SamplingParams(temperature=0, logprobs=0), [1, 2], slot=2),
+        row(SamplingParams(seed=8, logprobs=5, top_k=3), [1, 2], slot=0),
+    ]
+    for dtype in (torch.float32, torch.bfloat16):
+        raw = logits.to(dtype)
+        found = run(raw, rows)
+        reported = sample(raw.float(), rows, Penalties(2100, CPU), torch.tensor([2, 2, 2, 2]), None)
+        assert found.logprobs is not None
+        assert reported.logprobs is not None
+        assert found.tokens == reported.tokens.tolist()
+        assert found.tokens[0] == 7
+        assert found.logprobs.chosen.device.type == "cpu"
+        ours = read_logprobs(found.logprobs, found.tokens)
+        theirs = read_logprobs(reported.logprobs, found.tokens)
+        assert set(ours) == set(theirs) == {0, 2, 3}
+        for index, one in ours.items():
+            assert_same(one, theirs[index])
+    assert run(logits[1:2], rows[1:2]).logprobs is None
+
+
+def test_prompt_logprobs() -> None:
+    torch.manual_seed(6)
+    raw = torch.randn(5, 300).bfloat16()
+    tokens = [299, 0, 7, 7, 100]
+    for count in (0, 3):
+        ours = read_logprobs(rank_prompt(raw.to(DEVICE), tokens, count), tokens)
+        theirs = rank_tokens(raw.float(), tokens, count)
+        assert len(ours) == len(theirs) == 5
+        for one, other in zip(ours.values(), theirs, strict=True):
+            assert_same(one, other)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert (one.token, one.rank) == (other.token, other.rank)
+    assert math.isclose(one.logprob, other.logprob, abs_tol=1e-5)
+    assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert all(math.isclose(a, b, abs_tol=1e-5) for (_, a), (_, b) in zip(one.top, other.top, strict=True))
+
+
+def test_what_the_host_tells() -> None:
+    rows = [
+        row(SamplingParams(seed=-3, sample_index=2), [1, 2, 3], [4], slot=0),
+        row(SamplingParams(temperature=1e-5, top_p=0.5, logprobs=0), [1], slot=1),
+        row(SamplingParams(temperature=0.5, top_k=2**32 - 1, top_p=0.25, min_p=0.125), [1], slot=2),
+        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2], slot=3),
+        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2, 2], slot=4),
+        row(SamplingParams(logit_bias={1: 2.0}), [1], slot=5),
+        row(SamplingParams(presence_penalty=1.0, logprobs=3), [1], slot=6),
+    ]
+    out = np.full((9, NUM_PARAMS), 77, np.float32)
+    assert fill_params(out, rows) == Wishes(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
+    assert out[0].tolist() == [1, 0, 0, 1, np.float32(uniform(-3, 2, 4))]
+    assert out[1].tolist() == [0, 0, 0, 1, 0]
+    assert out[2, :4].tolist() == [0.5, 0.125, 2**32, 0.25]
+    assert (out[7:] == 77).all()
+    assert not fill_params(out, rows[:1]).is_changed
+
+
+def test_kernels_are_prepared_once() -> None:
+    sampler = DeviceSampler(3000, MAX_SEQS, torch.device(DEVICE))
+    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = [row(SamplingParams(temperature=0, presence_penalty=1.0), [1], slot=0), row(SamplingParams(), [1], slot=1)]
+    before = run(logits, rows).tokens
+    num_prepared = 0
+    while sampler.prepare(torch.bfloat16):
+        num_prepared += 1
+    assert num_prepared == 4
+    assert run(logits, rows, sampler=sampler).tokens == before

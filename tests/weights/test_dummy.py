@@ -1,0 +1,88 @@
+"""Shapes without weights: what a config.json alone makes possible, and what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.core.request import SamplingParams
+from quire.engine.build import EngineConfig, make_engine
+from quire.engine.llm import LLM
+from quire.engine.model import ModelText
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest, ModelFileError, ModelNotFound
+from quire.weights.names import check_tensors, expected_tensors
+from quire.weights.opening import open_checkpoint
+from tests.tiny import write_tiny_model
+from tests.weights.makers import config, tiny_gguf, write_folder
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Only a config.json."""
+    folder = write_folder(tmp_path / "m", config(torch_dtype="bfloat16"))
+    (folder / "model.safetensors").unlink()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return folder
+
+
+def test_every_tensor_is_listed_and_none_can_be_read(bare: Path) -> None:
+    checkpoint = open_checkpoint(bare, "dummy")
+    check_tensors(checkpoint)
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    assert shapes == expected_tensors(checkpoint.spec)
+    assert checkpoint.spec.dtype == "bfloat16"
+    with pytest.raises(ModelFileError, match=r"model\.norm\.weight cannot be read: load_format is dummy"):
+        checkpoint.read("model.norm.weight")
+    checkpoint.close()
+
+
+def test_the_files_that_are_there_are_not_opened(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", config())
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    open_checkpoint(folder, "dummy").close()
+    with pytest.raises(ModelFileError, match="is not sound safetensors"):
+        open_checkpoint(folder)
+
+
+def test_without_a_config_there_is_no_shape(tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(tiny_gguf())
+    for path in (tmp_path, tmp_path / "one.gguf"):
+        with pytest.raises(ModelFileError, match=r"is no folder with a config\.json"):
+            open_checkpoint(path, "dummy")
+    with pytest.raises(ModelNotFound):
+        open_checkpoint(tmp_path / "nothing", "dummy")
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="load_format = 'pt' is not one of auto, dummy"):
+        EngineConfig(load_format="pt")
+
+
+@pytest.mark.parametrize("backend", ["fake", "torch"])
+def test_an_engine_needs_no_tokenizer(bare: Path, backend: str) -> None:
+    engine = make_engine(bare, EngineConfig(backend=backend, load_format="dummy", num_blocks=8, num_threads=1))
+    engine.add(1, [3, 4, 5], SamplingParams(temperature=0, max_tokens=6))
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens += output.tokens
+    assert len(tokens) == 6
+    engine.close()
+
+
+def test_text_needs_one_and_says_so(bare: Path) -> None:
+    for say in (lambda: ModelText.open(bare, load_format="dummy"), lambda: LLM(bare, load_format="dummy")):
+        with pytest.raises(ModelFileError, match=r"m: has no tokenizer\.json: without it there is no text"):
+            say()
+
+
+def test_with_a_tokenizer_there_is_text(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    with LLM(folder, load_format="dummy", num_blocks=8, num_threads=1) as llm:
+        answers = llm.generate(["Hello"] * 2, GenerationParams(max_tokens=4, ignore_eos=True, temperature=0))
+        assert [one.completions[0].error for one in answers] == [None, None]
+        assert answers[0].completions[0].token_ids == answers[1].completions[0].token_ids
