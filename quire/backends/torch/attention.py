@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.backends.torch.batch import AttentionGroup, Batch
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Angles, Heads, RMSNorm, Rotary, gated, softcap
+from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, gated, softcap
 from quire.weights.spec import Activation
 
 # T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G heads a kv head
@@ -46,8 +46,11 @@ class ReferencePass:
             q, heads.index, self._store, self._batch, scale=heads.scale, window=heads.window, cap=heads.cap
         )  # [T, H * D]
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
+    def project(self, x: Tensor, linear: Linear) -> Tensor:
+        return linear(x)
+
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        return gated(gate_up(x), activation)
 
     def _rotation(self, heads: Heads, dtype: torch.dtype) -> Angles:
         angles = self._angles.get(heads.rotary)

@@ -40,12 +40,14 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     is_fused = device.type == "cuda" and _has_triton()
     max_seqs = options.max_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, dtype, device, progress)
-        model = MODELS[spec.family](spec, weights, max_context)
         if is_fused:
             from quire.backends.torch.build_cuda import make_cuda_runner  # Triton is not everywhere
 
-            return make_cuda_runner(model, options, dtype, max_seqs=max_seqs, max_context=max_context)
+            return make_cuda_runner(
+                checkpoint, options, dtype, device, progress, max_seqs=max_seqs, max_context=max_context
+            )
+        weights = load_weights(checkpoint, dtype, device, progress)
+        model = MODELS[spec.family](spec, weights, max_context)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
         budget = int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_CAP)
         pool = PoolRequest(spec, dtype, options, max_seqs=max_seqs, max_context=max_context)

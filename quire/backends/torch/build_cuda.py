@@ -7,13 +7,17 @@ import math
 
 import torch
 
-from quire.backends.base import BackendOptions
+from quire.backends.base import BackendOptions, Progress
+from quire.backends.torch.compiling import Compiling
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.graphs import graph_sizes
 from quire.backends.torch.kv_store import KVStore, PoolRequest
+from quire.backends.torch.loading import load_weights
+from quire.backends.torch.models import MODELS
 from quire.backends.torch.models.llama import LlamaModel
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
+from quire.weights.checkpoint import Checkpoint
 
 STEP_TOKENS = 8192  # of a step, where nobody said otherwise: enough for the matrix units, short enough for who waits
 MARGIN = 0.04  # of the card's memory is left alone: what the driver and the allocator take beside us
@@ -23,9 +27,19 @@ log = logging.getLogger(__name__)
 
 
 def make_cuda_runner(
-    model: LlamaModel, options: BackendOptions, dtype: torch.dtype, *, max_seqs: int, max_context: int
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    *,
+    max_seqs: int,
+    max_context: int,
 ) -> CudaRunner:
-    device = model.embedding.device
+    compiling = Compiling(checkpoint.spec, dtype, options.block_size, device)
+    weights = load_weights(checkpoint, dtype, device, progress)
+    model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_context)
+    compiling.wait()
     step_tokens = max(options.max_step_tokens or STEP_TOKENS, max_seqs)
     needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
     # Graphs have a pool of their own, as large as what their largest step needs: at most what was measured.

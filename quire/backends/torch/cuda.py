@@ -232,7 +232,9 @@ class CudaRunner:
     def _graph(self, step: Step) -> DecodeGraph | None:
         is_decode = step.num_decodes == len(step.slices)
         wants_prompt = any(piece.sampling.prompt_logprobs is not None for piece in step.slices)
-        return self._graphs.find(step.layout) if is_decode and not wants_prompt else None
+        if not is_decode or wants_prompt:
+            return None
+        return self._graphs.find(step.layout, has_parts=bool(step.work.first_parts[-1]))
 
     def _room(self, num_rows: int, is_wide: bool) -> Layout:
         """What a graph must hold: `work` cuts so that there are never more items than this."""
@@ -244,8 +246,8 @@ class CudaRunner:
     def _run(self, inputs: StepInputs, *, has_parts: bool) -> Tensor:
         return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts))
 
-    def _run_graph(self, inputs: StepInputs) -> Tensor:
-        return self.model.logits(self._run(inputs, has_parts=True))
+    def _run_graph(self, inputs: StepInputs, has_parts: bool) -> Tensor:
+        return self.model.logits(self._run(inputs, has_parts=has_parts))
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]

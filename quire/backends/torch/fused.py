@@ -10,9 +10,10 @@ from torch import Tensor
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
+from quire.backends.torch.kernels.linear import gated_row_product, row_product
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
-from quire.backends.torch.layers import Heads, RMSNorm
+from quire.backends.torch.layers import Heads, Linear, RMSNorm
 from quire.weights.spec import Activation
 
 # T rows of the batch, H query heads, K kv heads, D head size, E hidden size, F width of the MLP
@@ -81,5 +82,12 @@ class FusedPass:
             merge(state.parts, inputs.first_parts, out, heads.num_kv_heads)
         return out.view(len(out), -1)
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
+    def project(self, x: Tensor, linear: Linear) -> Tensor:
+        if len(x) == 1:
+            return row_product(x, linear.weight, linear.bias)
+        return linear(x)
+
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        if len(x) == 1:
+            return gated_row_product(x, gate_up.weight, gate_up.bias, activation)
+        return gated(gate_up(x), activation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +19,18 @@ from torch import Tensor
 from quire.backends.torch.inputs import Layout, StepInputs
 
 SAMPLED = 32  # numbers a row that go down with a step beside its inputs: more than are ever needed
+WHOLE_SIZE = 96  # from here on contexts are seldom split, and a graph without the merge is worth its capture
 MAX_MISSES = 16  # steps of a size without a graph before it is captured though others wait
 
 
 class Recording(Protocol):
     def replay(self) -> None: ...
+
+
+class Kind(NamedTuple):
+    size: int
+    is_wide: bool  # siblings share a head
+    has_parts: bool  # a row's keys may be split: long contexts, or few of them
 
 
 class DecodeGraph(NamedTuple):
@@ -38,13 +46,14 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """`run` computes the logits of all rows of its inputs. `room` says how many items of a size there may be."""
+    """`run` computes the logits of all rows of its inputs, and merges parts or not. `room` says how many items of a
+    size there may be."""
 
     def __init__(
         self,
         sizes: Sequence[int],
         room: Callable[[int, bool], Layout],
-        run: Callable[[StepInputs], Tensor],
+        run: Callable[[StepInputs, bool], Tensor],
         device: torch.device,
     ) -> None:
         self._sizes = sizes  # ascending
@@ -54,36 +63,37 @@ class DecodeGraphs:
         most = max(room(sizes[-1], True).size, room(sizes[-1], False).size)
         # What sampling reads comes along behind them, and stays where it is until the next step.
         self.inputs = torch.zeros(most + SAMPLED * sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
-        self._misses: Counter[tuple[int, bool]] = Counter()
+        self._graphs: dict[Kind, DecodeGraph] = {}
+        self._misses: Counter[Kind] = Counter()
         self._pool: Any = None
 
-    def find(self, layout: Layout) -> DecodeGraph | None:
+    def find(self, layout: Layout, *, has_parts: bool) -> DecodeGraph | None:
         """The graph for a step of decodes; None: it must run without."""
         size = next((size for size in self._sizes if size >= layout.num_rows), None)
         if size is None:
             return None
-        key = (size, layout.num_wide > 0)
-        graph = self._graphs.get(key)
+        kind = Kind(size, layout.num_wide > 0, has_parts or size < WHOLE_SIZE)
+        graph = self._graphs.get(kind)
         if graph is None:
-            if not self._room(*key).holds(layout):
+            if not self._room(size, kind.is_wide).holds(layout):
                 return None
-            self._misses[key] += 1
-            if self._misses[key] < MAX_MISSES:
+            self._misses[kind] += 1
+            if self._misses[kind] < MAX_MISSES:
                 return None
-            graph = self._capture(key)
+            graph = self._capture(kind)
         return graph if graph.layout.holds(layout) else None
 
     def prepare(self) -> bool:
         """Capture the largest one that is missing. Those for siblings come when siblings do."""
         for size in reversed(self._sizes):
-            if (size, False) not in self._graphs:
-                self._capture((size, False))
-                return True
+            for has_parts in (True, False) if size >= WHOLE_SIZE else (True,):
+                if (kind := Kind(size, False, has_parts)) not in self._graphs:
+                    self._capture(kind)
+                    return True
         return False
 
-    def _capture(self, key: tuple[int, bool]) -> DecodeGraph:
-        layout = self._room(*key)
+    def _capture(self, kind: Kind) -> DecodeGraph:
+        layout = self._room(kind.size, kind.is_wide)
         inputs = layout.carve(self.inputs)
         inputs.slots.fill_(-1)
         inputs.narrow.zero_()
@@ -92,21 +102,22 @@ class DecodeGraphs:
         inputs.tokens.zero_()
         inputs.positions.zero_()
         if self._device.type == "cuda":
-            recording, logits = self._record(inputs)
+            recording, logits = self._record(inputs, kind.has_parts)
         else:
-            recording = _Again(self._run, inputs)
+            recording = _Again(partial(self._run, inputs, kind.has_parts))
             logits = recording.logits
-        graph = self._graphs[key] = DecodeGraph(layout, logits, recording)
+        graph = self._graphs[kind] = DecodeGraph(layout, logits, recording)
         return graph
 
-    def _record(self, inputs: StepInputs) -> tuple[Recording, Tensor]:
+    def _record(self, inputs: StepInputs, has_parts: bool) -> tuple[Recording, Tensor]:
         """Not `torch.cuda.graph`, which collects garbage and waits for the device: that would hold everyone up."""
+        self._run(inputs, has_parts)  # once as it is: what has to be compiled or loaded must be before the recording
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            logits = self._run(inputs)
+            logits = self._run(inputs, has_parts)
         finally:
             graph.capture_end()
         return graph, logits
@@ -115,9 +126,9 @@ class DecodeGraphs:
 class _Again:
     """What stands for a graph where there is no CUDA: the same work on the same memory, done again."""
 
-    def __init__(self, run: Callable[[StepInputs], Tensor], inputs: StepInputs) -> None:
-        self._run, self._inputs = run, inputs
-        self.logits = run(inputs)
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run = run
+        self.logits = run()
 
     def replay(self) -> None:
-        self.logits.copy_(self._run(self._inputs))
+        self.logits.copy_(self._run())

@@ -147,7 +147,7 @@ class Heads:
 
 
 class Pass(Protocol):
-    """The operations of one forward pass over its batch, each as this device does it best. Products are `Linear`s."""
+    """The operations of one forward pass over its batch, each as this device does it best."""
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         """The step's tokens as rows [T, E]."""
@@ -160,8 +160,10 @@ class Pass(Protocol):
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         """qkv [T, (H + 2K) * D] to [T, H * D]: norm and rotate, store keys and values, attend to the whole context."""
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, of both side by side [T, 2 * F]."""
+    def project(self, x: Tensor, linear: Linear) -> Tensor: ...
+
+    def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        """activation(gate) * up [T, F], of the two halves of the product."""
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -8,12 +8,15 @@ takes one item and one KV head: the block of that head is read once for all its 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from quire.backends.torch.kernels.chaining import is_chained, wait_for_inputs
 
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
@@ -35,13 +38,14 @@ NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # one token an it
 WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # many: prompts, and siblings on their shared head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "stride_table"])
 def _attend(
     q, layer, tables, positions, items, first_parts, out, parts, lse,
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(IS_CHAINED)
     item = items + tl.program_id(0) * 6
     num_rows = tl.load(item + 1)
     if num_rows == 0:  # the list is shorter than the grid
@@ -104,7 +108,9 @@ def _attend(
 def _merge(
     parts, lse, first_parts, out, num_heads,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     first = tl.load(first_parts + row)
     last = tl.load(first_parts + row + 1)
@@ -150,6 +156,11 @@ class Parts(NamedTuple):
         return cls(mixed, torch.empty(num_parts, num_heads, dtype=torch.float32, device=device))
 
 
+@cache  # Triton's own takes microseconds, and a step asks for every layer
+def _power(size: int) -> int:
+    return int(triton.next_power_of_2(size))
+
+
 def rows_per_item(tiling: Tiling, num_groups: int) -> int:
     """How many tokens an item of this tiling may hold."""
     return max(tiling.rows // num_groups, 1)
@@ -176,10 +187,10 @@ def attend(
     _attend[(len(items), num_kv_heads)](
         q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
-        K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(triton.next_power_of_2(head_size), 16), BLOCK=block_size,
-        M=max(tiling.rows, triton.next_power_of_2(num_groups)), N=tiling.keys,
-        HAS_CAP=cap > 0, HAS_WINDOW=window > 0,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
+        M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
+        HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_CHAINED=is_chained(),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=is_chained(),
     )  # fmt: skip
 
 
@@ -189,6 +200,6 @@ def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int) -> 
     num_groups = num_heads // num_kv_heads
     _merge[(num_rows, num_kv_heads)](
         parts.mixed, parts.lse, first_parts, out, num_heads,
-        G=num_groups, G_PAD=triton.next_power_of_2(num_groups), D=head_size,
-        D_PAD=triton.next_power_of_2(head_size), N=MERGED, num_warps=4,
+        G=num_groups, G_PAD=_power(num_groups), D=head_size,
+        D_PAD=_power(head_size), N=MERGED, IS_CHAINED=is_chained(), num_warps=4, launch_pdl=is_chained(),
     )  # fmt: skip

@@ -151,14 +151,14 @@ def _pick(
 @triton.jit
 def _to_key(x, SHIFT: tl.constexpr):
     """A whole number that orders as the float does. With SHIFT = 16 it counts the numbers of bfloat16."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 and 0 are one number
+    bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _from_key(key, SHIFT: tl.constexpr):
     bits = key << SHIFT
-    bits = tl.where(bits < 0, bits | ((1 << SHIFT) - 1), bits)
+    bits = tl.where(bits < 0, bits | ((1 << SHIFT) - 1), bits)  # so that minus infinity comes back as itself
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

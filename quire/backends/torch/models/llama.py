@@ -37,10 +37,11 @@ class LlamaLayer:
         return self.mlp(x, step), residual
 
     def attention(self, x: Tensor, step: Pass) -> Tensor:
-        return self.o_proj(step.attend(self.qkv_proj(x), self.heads))  # [T, (H + 2K) * D] to [T, H * D]
+        out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
+        return step.project(out, self.o_proj)
 
     def mlp(self, x: Tensor, step: Pass) -> Tensor:
-        return self.down_proj(step.gated(self.gate_up_proj(x), self.activation))
+        return step.project(step.gated(x, self.gate_up_proj, self.activation), self.down_proj)
 
 
 class LlamaModel:

@@ -245,11 +245,13 @@ def test_the_first_of_the_largest_is_taken() -> None:
         assert run(logits, rows, draws=[1.0, 1.0]).tokens == [places[0], places[-1]]
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.999}, {"top_k": 7}, {"logit_bias": {9: 0.0}, "min_p": 0.001}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_p": 0.999}, {"top_k": 7}, {"top_k": 9}, {"logit_bias": {9: 0.0}, "min_p": 0.001}]
+)
 def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
     """A draw that rounds to 1 takes the last token that has any weight, and 0 takes the first."""
-    logits = torch.full((2, 5000), -INF)
-    logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0])
+    logits = torch.full((2, 5000), -INF, dtype=torch.bfloat16)
+    logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]).bfloat16()
     rows = [row(SamplingParams(**fields), [1], slot=slot) for slot in range(2)]
     assert run(logits, rows, draws=[0.0, 1.0]).tokens == [11, 4501]
     weak = [row(SamplingParams(temperature=1e-3, **fields), [1], slot=slot) for slot in range(2)]
@@ -344,7 +346,7 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
 
     def talk(request_id: int, slot: int, epoch: int = 0, **fields: float) -> Talk:
         params = SamplingParams(temperature=0, **fields)  # type: ignore[arg-type]
-        return Talk(request_id, epoch, slot, [*rng.sample(best, 3), best[0], best[0]], [], params)
+        return Talk(request_id, epoch, slot, [*rng.sample(best[1:], 3), *best[:1] * 4], [], params)
 
     talks = [
         talk(1, 3, frequency_penalty=0.4),
