@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.kernels.chaining import is_chained, wait_for_inputs
-
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
 ITEM_FIELDS = 6  # first row, number of rows, slot of the block table, first key, last key + 1, number of the part
@@ -43,9 +41,8 @@ def _attend(
     q, layer, tables, positions, items, first_parts, out, parts, lse,
     scale, cap, window, stride_q, stride_table, num_heads,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHAINED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(IS_CHAINED)
     item = items + tl.program_id(0) * 6
     num_rows = tl.load(item + 1)
     if num_rows == 0:  # the list is shorter than the grid
@@ -108,9 +105,7 @@ def _attend(
 def _merge(
     parts, lse, first_parts, out, num_heads,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     first = tl.load(first_parts + row)
     last = tl.load(first_parts + row + 1)
@@ -189,8 +184,8 @@ def attend(
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
-        HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_CHAINED=is_chained(),
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=is_chained(),
+        HAS_CAP=cap > 0, HAS_WINDOW=window > 0,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
@@ -201,5 +196,5 @@ def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int) -> 
     _merge[(num_rows, num_kv_heads)](
         parts.mixed, parts.lse, first_parts, out, num_heads,
         G=num_groups, G_PAD=_power(num_groups), D=head_size,
-        D_PAD=_power(head_size), N=MERGED, IS_CHAINED=is_chained(), num_warps=4, launch_pdl=is_chained(),
+        D_PAD=_power(head_size), N=MERGED, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.kernels.chaining import is_chained, wait_for_inputs
 from quire.weights.spec import Activation
 
 # T rows of the batch, E hidden size, F width of the MLP, V vocabulary
@@ -34,12 +33,11 @@ def _embed(tokens, slots, last_samples, embedding, out, scale, E: tl.constexpr, 
 
 
 @triton.jit
-def _norm(x, residual, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+def _norm(x, residual, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     is_in = column < E
     place = tl.program_id(0).to(tl.int64) * E + column
-    scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)
-    wait_for_inputs(IS_CHAINED)
+    scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # early: it need not wait for the sum
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
@@ -51,13 +49,12 @@ def _norm(x, residual, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr, I
 
 
 @triton.jit
-def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr, IS_CHAINED: tl.constexpr):
+def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr):
     num_blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // num_blocks).to(tl.int64)
     column = program % num_blocks * BLOCK + tl.arange(0, BLOCK)
     is_in = column < F
-    wait_for_inputs(IS_CHAINED)
     gate = tl.load(gate_up + row * 2 * F + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + column, mask=is_in, other=0.0).to(tl.float32)
     inner = gate
@@ -98,10 +95,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     num_rows, size = x.shape
     out = torch.empty_like(x)
     width, num_warps = _row_shape(size)
-    _norm[(num_rows,)](
-        x, residual, weight, out, eps, E=size, BLOCK=width,
-        IS_CHAINED=is_chained(), num_warps=num_warps, launch_pdl=is_chained(),
-    )  # fmt: skip
+    _norm[(num_rows,)](x, residual, weight, out, eps, E=size, BLOCK=width, num_warps=num_warps)
     return out
 
 
@@ -110,7 +104,6 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
     _gated[(num_rows * -(-size // GATED_BLOCK),)](
-        gate_up, out, F=size, BLOCK=GATED_BLOCK, IS_SILU=activation is Activation.SILU,
-        IS_CHAINED=is_chained(), num_warps=4, launch_pdl=is_chained(),
-    )  # fmt: skip
+        gate_up, out, F=size, BLOCK=GATED_BLOCK, IS_SILU=activation is Activation.SILU, num_warps=4
+    )
     return out

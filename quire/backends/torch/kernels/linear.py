@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.kernels.chaining import is_chained, wait_for_inputs
 from quire.weights.spec import Activation
 
 # I inputs, O outputs, F = O / 2 outputs of a gated product
@@ -32,7 +31,7 @@ class Strip(NamedTuple):
 def _row_product(
     x, weight, bias, out,
     IN: tl.constexpr, OUT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr, IS_CHAINED: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
     o = tl.arange(0, OUTPUTS)
     if IS_GATED:  # a gate and its up side by side
@@ -43,7 +42,6 @@ def _row_product(
         row = tl.program_id(0) * OUTPUTS + o
         is_in = row < OUT
     start = weight + tl.where(is_in, row, 0).to(tl.int64) * IN
-    wait_for_inputs(IS_CHAINED)
     total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
     for first in range(0, IN, INPUTS):
         i = first + tl.arange(0, INPUTS)
@@ -84,7 +82,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     strip = _strip(num_outputs, num_inputs)
     _row_product[(-(-num_outputs // strip.outputs),)](
         x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=strip.outputs, INPUTS=strip.inputs,
-        IS_GATED=False, IS_SILU=False, IS_CHAINED=is_chained(), num_warps=strip.num_warps, launch_pdl=is_chained(),
+        IS_GATED=False, IS_SILU=False, num_warps=strip.num_warps,
     )  # fmt: skip
     return out
 
@@ -97,7 +95,7 @@ def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation
     outputs = max(strip.outputs, 2)
     _row_product[(-(-num_outputs // outputs),)](
         x, weight, bias, out, IN=num_inputs, OUT=num_outputs, OUTPUTS=outputs, INPUTS=strip.inputs,
-        IS_GATED=True, IS_SILU=activation is Activation.SILU, IS_CHAINED=is_chained(),
-        num_warps=strip.num_warps, launch_pdl=is_chained(),
+        IS_GATED=True, IS_SILU=activation is Activation.SILU,
+        num_warps=strip.num_warps,
     )  # fmt: skip
     return out

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.torch.kernels.chaining import is_chained, wait_for_inputs
-
 # T rows of the batch, H query heads, K kv heads, D head size, R rotated dimensions of a head, P positions
 
 ELEMENTS = 1024  # a program takes, in whole heads: 16 bytes a thread of each half, with the warps below
@@ -38,11 +36,10 @@ def _times(x, weight, dtype: tl.constexpr):
 def _rope_store(
     qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, IS_CHAINED: tl.constexpr,
+    HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(IS_CHAINED)
     slot = tl.load(slots + row)
     is_real = slot >= 0  # else a padding row: it reads position 0 and leaves the cache alone
     position = tl.where(is_real, tl.load(positions + row), 0)
@@ -124,7 +121,6 @@ def rope_store(
     _rope_store[(num_rows, tiling.num_programs)](
         qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
         H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
-        HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, IS_CHAINED=is_chained(),
-        num_warps=NUM_WARPS, launch_pdl=is_chained(),
+        HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, num_warps=NUM_WARPS,
     )  # fmt: skip
     return q
