@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Turn, attend, merge
+from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
 from quire.backends.torch.kernels.blocks import update_tables
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated
 from quire.backends.torch.kernels.rope import rope_store
@@ -81,12 +80,10 @@ def kernel_calls(
         lambda: embed(rows, padding, ints, zeros(2, spec.hidden_size), spec.embedding_scale),
         lambda: update_tables(tables, ints[:1], ints[:1]),
     ]
-    turn = Turn(angles, angles, head_norm, head_norm, spec.norm_eps)
-    raw = qkv.view(2, -1, head_size)
-    for tiling, window in product((NARROW, WIDE), {min(window, 1) for window in spec.windows}):
-        run = partial(attend, tiling=tiling, scale=spec.attention_scale, window=window, cap=spec.attention_softcap)
+    fixed = {"scale": spec.attention_scale, "cap": spec.attention_softcap}
+    for window in {min(window, 1) for window in spec.windows}:
         calls += [
-            partial(run, q, layer, tables, rows, items, ints[:3], parts, q),
-            partial(run, raw, layer, tables, rows, items, ints[:3], parts, q, turn=turn),
+            partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, tiling=tiling, window=window, **fixed)
+            for tiling in (NARROW, WIDE)
         ]
     return calls

@@ -205,8 +205,7 @@ class CudaRunner:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
         inputs = layout.carve(device)
         if graph is None:
-            is_decode = step.num_decodes == num_slices
-            hidden = self._run(inputs, is_decode=is_decode, has_parts=bool(step.work.first_parts[-1]))
+            hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]))
             logits = self.model.logits(hidden[tail[2]]) if places else None
             sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
@@ -244,11 +243,11 @@ class CudaRunner:
         num_wide = 2 * (num_rows // MIN_SIBLINGS) + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
         return Layout(num_rows, num_narrow, num_wide)
 
-    def _run(self, inputs: StepInputs, *, is_decode: bool, has_parts: bool) -> Tensor:
-        return self.model.forward(FusedPass(inputs, self._state, is_decode=is_decode, has_parts=has_parts))
+    def _run(self, inputs: StepInputs, *, has_parts: bool) -> Tensor:
+        return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts))
 
     def _run_graph(self, inputs: StepInputs, has_parts: bool) -> Tensor:
-        return self.model.logits(self._run(inputs, is_decode=True, has_parts=has_parts))
+        return self.model.logits(self._run(inputs, has_parts=has_parts))
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quire.backends.torch.inputs import StepInputs
-from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Turn, attend, merge
+from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
 from quire.backends.torch.kernels.linear import gated_row_product, row_product
 from quire.backends.torch.kernels.rope import rope_store
@@ -28,14 +29,10 @@ class DeviceState(NamedTuple):
 
 
 class FusedPass:
-    """`is_decode`: every row is another sequence's next token, so none sees another's key, and attention may bring it
-    itself. `has_parts`: a row may be split over several items."""
-
-    def __init__(self, inputs: StepInputs, state: DeviceState, *, is_decode: bool, has_parts: bool) -> None:
+    def __init__(self, inputs: StepInputs, state: DeviceState, *, has_parts: bool) -> None:
         self._inputs = inputs
         self._state = state
-        self._is_decode = is_decode
-        self._has_parts = has_parts
+        self._has_parts = has_parts  # a row may be split over several items
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.slots, self._state.last_samples, embedding, scale)
@@ -48,23 +45,39 @@ class FusedPass:
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         inputs, state, layer = self._inputs, self._state, self._state.store.layers[heads.index]
-        norm, rotary = heads.norm, heads.rotary
-        norms = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
-        turn = Turn(rotary.cosines, rotary.sines, *norms)
-        q = qkv.view(len(qkv), -1, heads.head_size)  # [T, H + 2K, D]
-        if not self._is_decode:
-            q = rope_store(
-                qkv, inputs.positions, inputs.slots, state.tables, rotary.cosines, rotary.sines, layer,
-                heads.num_heads, *norms,
-            )  # [T, H, D]  # fmt: skip
-        out = qkv.new_empty((len(qkv), heads.num_heads, heads.head_size))
+        q_norm, k_norm, eps = None, None, 0.0
+        if heads.norm is not None:
+            q_norm, k_norm, eps = heads.norm.q_weight, heads.norm.k_weight, heads.norm.eps
+        q = rope_store(
+            qkv,
+            inputs.positions,
+            inputs.slots,
+            state.tables,
+            heads.rotary.cosines,
+            heads.rotary.sines,
+            layer,
+            heads.num_heads,
+            q_norm,
+            k_norm,
+            eps,
+        )  # [T, H, D]
+        out = torch.empty_like(q)
         for items, tiling in ((inputs.narrow, NARROW), (inputs.wide, WIDE)):
             if len(items):
                 attend(
-                    q, layer, state.tables, inputs.positions, items, inputs.first_parts, state.parts, out,
-                    tiling=tiling, scale=heads.scale, window=heads.window, cap=heads.cap,
-                    turn=turn if self._is_decode else None,
-                )  # fmt: skip
+                    q,
+                    layer,
+                    state.tables,
+                    inputs.positions,
+                    items,
+                    inputs.first_parts,
+                    state.parts,
+                    out,
+                    tiling=tiling,
+                    scale=heads.scale,
+                    window=heads.window,
+                    cap=heads.cap,
+                )
         if self._has_parts:
             merge(state.parts, inputs.first_parts, out, heads.num_kv_heads)
         return out.view(len(out), -1)

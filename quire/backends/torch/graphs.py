@@ -20,7 +20,6 @@ from quire.backends.torch.inputs import Layout, StepInputs
 
 SAMPLED = 32  # numbers a row that go down with a step beside its inputs: more than are ever needed
 WHOLE_SIZE = 96  # from here on contexts are seldom split, and a graph without the merge is worth its capture
-TURNS = 2  # graphs of a kind: to launch one that still runs, the host would have to wait for its end
 MAX_MISSES = 16  # steps of a size without a graph before it is captured though others wait
 
 
@@ -64,7 +63,7 @@ class DecodeGraphs:
         most = max(room(sizes[-1], True).size, room(sizes[-1], False).size)
         # What sampling reads comes along behind them, and stays where it is until the next step.
         self.inputs = torch.zeros(most + SAMPLED * sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[Kind, list[DecodeGraph]] = {}  # taken in turn
+        self._graphs: dict[Kind, DecodeGraph] = {}
         self._misses: Counter[Kind] = Counter()
         self._pool: Any = None
 
@@ -74,32 +73,26 @@ class DecodeGraphs:
         if size is None:
             return None
         kind = Kind(size, layout.num_wide > 0, has_parts or size < WHOLE_SIZE)
-        graphs = self._graphs.get(kind)
-        if graphs is None:
+        graph = self._graphs.get(kind)
+        if graph is None:
             if not self._room(size, kind.is_wide).holds(layout):
                 return None
             self._misses[kind] += 1
             if self._misses[kind] < MAX_MISSES:
                 return None
-            graphs = self._capture(kind)
-        graphs.reverse()
-        return graphs[0] if graphs[0].layout.holds(layout) else None
+            graph = self._capture(kind)
+        return graph if graph.layout.holds(layout) else None
 
     def prepare(self) -> bool:
         """Capture the largest one that is missing. Those for siblings come when siblings do."""
-        kinds = [
-            Kind(size, False, has_parts)
-            for size in reversed(self._sizes)
-            for has_parts in ((True, False) if size >= WHOLE_SIZE else (True,))
-        ]
-        for turn in range(TURNS):
-            for kind in kinds:
-                if len(self._graphs.get(kind, ())) <= turn:
+        for size in reversed(self._sizes):
+            for has_parts in (True, False) if size >= WHOLE_SIZE else (True,):
+                if (kind := Kind(size, False, has_parts)) not in self._graphs:
                     self._capture(kind)
                     return True
         return False
 
-    def _capture(self, kind: Kind) -> list[DecodeGraph]:
+    def _capture(self, kind: Kind) -> DecodeGraph:
         layout = self._room(kind.size, kind.is_wide)
         inputs = layout.carve(self.inputs)
         inputs.slots.fill_(-1)
@@ -113,9 +106,8 @@ class DecodeGraphs:
         else:
             recording = _Again(partial(self._run, inputs, kind.has_parts))
             logits = recording.logits
-        graphs = self._graphs.setdefault(kind, [])
-        graphs.append(DecodeGraph(layout, logits, recording))
-        return graphs
+        graph = self._graphs[kind] = DecodeGraph(layout, logits, recording)
+        return graph
 
     def _record(self, inputs: StepInputs, has_parts: bool) -> tuple[Recording, Tensor]:
         """Not `torch.cuda.graph`, which collects garbage and waits for the device: that would hold everyone up."""

@@ -36,43 +36,12 @@ NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # one token an it
 WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # many: prompts, and siblings on their shared head
 
 
-@triton.jit
-def _turned(
-    x, at, is_in, position, weight, cosines, sines, eps, D: tl.constexpr, D_PAD: tl.constexpr, HALF: tl.constexpr
-):
-    # Heads at `at` [M, 1] of x, normed where there is a weight and rotated by their position [M, 1]: as in rope.py.
-    d = tl.arange(0, D_PAD)[None, :]
-    other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))  # the other half of its pair
-    is_in = is_in & (d < D)
-    dtype: tl.constexpr = x.dtype.element_ty
-    value = tl.load(x + at + d, mask=is_in, other=0.0).to(tl.float32)
-    twin = tl.load(x + at + other, mask=is_in, other=0.0).to(tl.float32)
-    if weight is not None:
-        norm = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / D + eps)
-        w, v = tl.load(weight + d, mask=d < D, other=0.0), tl.load(weight + other, mask=d < D, other=0.0)
-        value = ((value * norm).to(dtype).to(tl.float32) * w.to(tl.float32)).to(dtype).to(tl.float32)
-        twin = ((twin * norm).to(dtype).to(tl.float32) * v.to(tl.float32)).to(dtype).to(tl.float32)
-    angle = position * HALF + d % HALF
-    turns = is_in & (d < 2 * HALF)
-    cosine = tl.load(cosines + angle, mask=turns, other=1.0)
-    sine = tl.load(sines + angle, mask=turns, other=0.0)
-    return (value * cosine + tl.where(d < HALF, -twin, twin) * sine).to(dtype)
-
-
-@triton.jit
-def _capped(scores, cap, HAS_CAP: tl.constexpr):
-    if HAS_CAP:  # cap * tanh(scores / cap), of scores in powers of two
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0)) * 1.4426950408889634
-    return scores
-
-
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _attend(
     q, layer, tables, positions, items, first_parts, out, parts, lse,
-    cosines, sines, q_norm, k_norm, eps,
     scale, cap, window, stride_q, stride_table, num_heads,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_RAW: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     item = items + tl.program_id(0) * 6
     num_rows = tl.load(item + 1)
@@ -88,34 +57,13 @@ def _attend(
     heads = head * G + m % G
     position = tl.load(positions + rows, mask=is_row, other=-1)
     is_in = is_row[:, None] & (d < D)[None, :]
-    query_at = rows[:, None].to(tl.int64) * stride_q + heads[:, None] * D
-    if IS_RAW:
-        queries = _turned(
-            q, query_at, is_row[:, None], position[:, None], q_norm, cosines, sines, eps, D, D_PAD, HALF
-        )  # fmt: skip
-    else:
-        queries = tl.load(q + query_at + d[None, :], mask=is_in, other=0.0)  # [M, D]
+    queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
     if HAS_WINDOW:  # keys before the first row's window are nobody's
         first = tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1
         low = tl.maximum(low, first // N * N)
     peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity less itself is not a number
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
-    last = tl.max(position, 0)
-    if IS_RAW:
-        if high == last + 1:  # the row's own key and value, which are nowhere yet: they begin the sums, and are stored
-            high -= 1
-            key_at = row.to(tl.int64) * stride_q + (K * G + head) * D + tl.zeros((1, 1), tl.int64)
-            key = _turned(q, key_at, key_at >= 0, last, k_norm, cosines, sines, eps, D, D_PAD, HALF)  # [1, D]
-            value = tl.load(q + key_at + K * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-            block = tl.load(tables + slot * stride_table + last // BLOCK).to(tl.int64)
-            place = ((block * 2 * K + head) * BLOCK + last % BLOCK) * D + d[None, :]
-            tl.store(layer + place, key, mask=(d < D)[None, :])
-            tl.store(layer + K * BLOCK * D + place, value, mask=(d < D)[None, :])
-            scores = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
-            peak = _capped(scores, cap, HAS_CAP)
-            total += 1.0
-            mixed += value.to(tl.float32)
     for start in range(low, high, N):
         keys_at = start + n
         is_key = keys_at < high
@@ -129,7 +77,9 @@ def _attend(
             keys = tl.load(layer + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
             values = tl.load(layer + K * BLOCK * D + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale  # [M, N], in powers of two
-        scores = _capped(scores, cap, HAS_CAP)
+        if HAS_CAP:
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / cap)) + 1.0))
+            scores *= 1.4426950408889634
         is_seen = is_key[None, :] & (keys_at[None, :] <= position[:, None])
         if HAS_WINDOW:
             is_seen = is_seen & (keys_at[None, :] > position[:, None] - window)
@@ -211,18 +161,8 @@ def rows_per_item(tiling: Tiling, num_groups: int) -> int:
     return max(tiling.rows // num_groups, 1)
 
 
-class Turn(NamedTuple):
-    """How queries and keys are made of what the qkv matrix gives."""
-
-    cosines: Tensor  # [positions, R / 2] fp32
-    sines: Tensor
-    q_norm: Tensor | None  # [D]; both norms or none
-    k_norm: Tensor | None
-    eps: float
-
-
 def attend(
-    q: Tensor,  # [T, H, D]; with `turn` the whole qkv [T, H + 2K, D], as the matrix gives it
+    q: Tensor,  # [T, H, D]
     layer: Tensor,  # [blocks, 2, K, block size, D]
     tables: Tensor,  # [slots, most blocks] int32
     positions: Tensor,  # [T] int32
@@ -235,24 +175,16 @@ def attend(
     scale: float,
     window: int,
     cap: float,
-    turn: Turn | None = None,
 ) -> None:
-    """With `turn`, norms, rotation and the store of each row's key and value are done here: one launch for a decode.
-
-    That is for steps in which no row sees another's key: the item that ends with a row's own position brings it.
-    """
-    num_heads, head_size = out.shape[1:]
+    num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = layer.shape[2:4]
     num_groups = num_heads // num_kv_heads
-    cosines, sines, q_norm, k_norm, eps = turn or (None, None, None, None, 0.0)
     _attend[(len(items), num_kv_heads)](
         q, layer, tables, positions, items, first_parts, out, parts.mixed, parts.lse,
-        cosines, sines, q_norm, k_norm, eps,
         scale * LOG2E, cap, window, q.stride(0), tables.stride(0), num_heads,
         K=num_kv_heads, G=num_groups, D=head_size, D_PAD=max(_power(head_size), 16), BLOCK=block_size,
-        HALF=1 if cosines is None else cosines.shape[1],
         M=max(tiling.rows, _power(num_groups)), N=tiling.keys,
-        HAS_CAP=cap > 0, HAS_WINDOW=window > 0, IS_RAW=turn is not None,
+        HAS_CAP=cap > 0, HAS_WINDOW=window > 0,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
