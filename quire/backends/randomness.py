@@ -12,9 +12,11 @@ from struct import Struct
 _PACK = Struct("<QQQ").pack
 _MASK = 2**64 - 1
 _SCALE = 2.0**-53
+_BASE = blake2b(digest_size=8, person=b"quire.draw")
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """A number in [0, 1) for the token at `position` (counted from the start of the prompt)."""
-    digest = blake2b(_PACK(seed & _MASK, sample_index, position), digest_size=8, person=b"quire.draw").digest()
-    return (int.from_bytes(digest, "little") >> 11) * _SCALE
+    hashed = _BASE.copy()  # a third faster than a new one
+    hashed.update(_PACK(seed & _MASK, sample_index, position))
+    return (int.from_bytes(hashed.digest(), "little") >> 11) * _SCALE

@@ -49,6 +49,9 @@ class ReferencePass:
     def project(self, x: Tensor, linear: Linear) -> Tensor:
         return linear(x)
 
+    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+        return linear(x)
+
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         return gated(gate_up(x), activation)
 

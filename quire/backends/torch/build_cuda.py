@@ -8,7 +8,7 @@ import math
 import torch
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.torch.compiling import Compiling
+from quire.backends.torch.compiling import Compiling, first_calls, launch
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.graphs import graph_sizes
 from quire.backends.torch.kv_store import KVStore, PoolRequest
@@ -18,8 +18,12 @@ from quire.backends.torch.models.llama import LlamaModel
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.names import expected_tensors
+from quire.weights.spec import ModelSpec
 
-STEP_TOKENS = 8192  # of a step, where nobody said otherwise: enough for the matrix units, short enough for who waits
+STEP_S = 0.25  # about how long a step of prompts may hold up everyone's next token
+PRODUCT_RATE = 6e14  # operations a second that the matrix products of a large step reach on an H200
+STEP_TOKENS = (2048, 16384)  # at least and at most: enough to fill the card, and to hide the host behind it
 MARGIN = 0.04  # of the card's memory is left alone: what the driver and the allocator take beside us
 GRAPH_BYTES = 8 << 20  # what the driver keeps of a captured graph, beside the memory its steps use
 
@@ -36,11 +40,12 @@ def make_cuda_runner(
     max_seqs: int,
     max_context: int,
 ) -> CudaRunner:
-    compiling = Compiling(checkpoint.spec, dtype, options.block_size, device)
+    compiling = Compiling(first_calls(checkpoint.spec, dtype, options.block_size, torch.device("meta")))
     weights = load_weights(checkpoint, dtype, device, progress)
     model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_context)
     compiling.wait()
-    step_tokens = max(options.max_step_tokens or STEP_TOKENS, max_seqs)
+    launch(first_calls(checkpoint.spec, dtype, options.block_size, device))
+    step_tokens = max(options.max_step_tokens or default_step_tokens(model.spec), max_seqs)
     needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
     # Graphs have a pool of their own, as large as what their largest step needs: at most what was measured.
     share = max_seqs / step_tokens
@@ -58,6 +63,14 @@ def make_cuda_runner(
         max_step_tokens=step_tokens,
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
     )
+
+
+def default_step_tokens(spec: ModelSpec) -> int:
+    """A power of two, by the arithmetic of a token: 16,384 for a model of a billion weights, 8,192 for eight."""
+    num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
+    fitting = int(STEP_S * PRODUCT_RATE / (2 * num_weights))
+    low, high = STEP_TOKENS
+    return min(max(1 << max(fitting.bit_length() - 1, 0), low), high)
 
 
 def measure_step(

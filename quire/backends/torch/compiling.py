@@ -1,55 +1,126 @@
 """Compiles the kernels a model needs, side by side, while its weights are loaded.
 
-Triton compiles when a kernel is first launched, one after the other: half a second each. Launched from many threads
-they take little longer than the slowest. What is launched here does nothing: padding rows, empty items.
+Triton compiles a kernel when it is first launched: half a second each, one after the other, and threads help little
+because most of it is Python. So forked processes compile into Triton's cache on disk, on tensors that are shapes only,
+and never touch the GPU; then this process launches each kernel once on nothing (padding rows, empty items), which finds
+it there. Whatever goes wrong in a child only means that the kernel is compiled later.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
 from quire.backends.torch.kernels.blocks import update_tables
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated
+from quire.backends.torch.kernels.linear import (
+    PARTS,
+    THIN,
+    gated_row_product,
+    gated_tile_product,
+    is_small,
+    product_in_parts,
+    row_product,
+    tile_product,
+)
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, choose
 from quire.weights.spec import ModelSpec
 
-NUM_THREADS = 12
+MAX_PROCESSES = 12
+PATIENCE_S = 60
 
 log = logging.getLogger(__name__)
 
 
-class Compiling:
-    """Under way from the start. A kernel that does not compile here says why when it is needed."""
+Calls = list[Callable[[], object]]  # each launches a kernel, in the form in which a step launches it, on nothing
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "compile")
-        self._device = device
-        calls = kernel_calls(spec, dtype, block_size, device)
-        self._futures: list[Future[None]] = [self._pool.submit(self._run, call) for call in calls]
+
+class Compiling:
+    """Under way from the start. `calls` are on tensors of the device "meta"."""
+
+    def __init__(self, calls: Calls) -> None:
+        target = triton.runtime.driver.active.get_current_target()
+        count = min(len(calls), usable_cores(), MAX_PROCESSES)
+        context = multiprocessing.get_context("fork")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: these children need none
+            self._children = [
+                context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
+                for number in range(count)
+            ]
+            for child in self._children:
+                child.start()
+
+    @property
+    def is_running(self) -> bool:
+        return any(child.is_alive() for child in self._children)
 
     def wait(self) -> None:
-        for future in self._futures:
+        for child in self._children:
+            child.join(PATIENCE_S)
+            if child.is_alive():
+                child.kill()
+
+
+def launch(calls: Calls) -> None:
+    """Load what was compiled, side by side."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(_launch, call) for call in calls]:
             if (error := future.exception()) is not None:
                 log.warning("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
-        self._pool.shutdown()
 
-    def _run(self, call: Callable[[], object]) -> None:
-        with torch.inference_mode(), torch.cuda.device(self._device):
+
+class _NoDevice:
+    """Stands for the GPU's driver where nothing is launched."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_current_target(self) -> object:
+        return self._target
+
+
+def _compile(calls: Calls, target: object) -> None:
+    """In a child: every launch ends where the kernel is compiled."""
+    jit: Any = triton.JITFunction
+    launch = jit.run
+
+    def compile_only(self: object, *args: object, grid: object, warmup: bool, **options: object) -> object:
+        del warmup
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    jit.run = compile_only
+    triton.runtime.driver.set_active(_NoDevice(target))
+    with torch.inference_mode():
+        for call in calls:
             call()
 
 
-def kernel_calls(
-    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device
-) -> list[Callable[[], object]]:
-    """Each launches a kernel, in the form in which a step launches it, on nothing."""
+@torch.inference_mode()
+def _launch(call: Callable[[], object]) -> None:
+    call()
+
+
+def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Calls:
+    """What every step needs."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -66,7 +137,7 @@ def kernel_calls(
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
     out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
-    calls: list[Callable[[], object]] = [
+    calls: Calls = [
         lambda: choose(
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
         ),
@@ -86,4 +157,37 @@ def kernel_calls(
             partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, tiling=tiling, window=window, **fixed)
             for tiling in (NARROW, WIDE)
         ]
+    return calls
+
+
+def later_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+    """What only graphs of few rows need, as shapes."""
+
+    def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    hidden, heads_size = spec.hidden_size, spec.num_heads * spec.head_size
+    qkv_size = heads_size + 2 * spec.num_kv_heads * spec.head_size
+    qkv, back = meta(qkv_size, hidden), [meta(hidden, heads_size), meta(hidden, spec.ffn_size)]
+    gate_up = meta(2 * spec.ffn_size, hidden)
+    qkv_bias = meta(qkv_size) if spec.has_qkv_bias else None
+    back_biases = [meta(hidden) if has else None for has in (spec.has_output_bias, spec.has_mlp_bias)]
+    gate_up_bias = meta(2 * spec.ffn_size) if spec.has_mlp_bias else None
+    calls: Calls = [
+        partial(row_product, meta(1, hidden), qkv, qkv_bias),
+        partial(gated_row_product, meta(1, hidden), gate_up, gate_up_bias, spec.activation),
+    ]
+    for weight, bias in zip(back, back_biases, strict=True):
+        calls.append(partial(row_product, meta(1, weight.shape[1]), weight, bias))
+    for rows in (16, 32, 64):
+        if is_small(rows, qkv):
+            calls.append(partial(tile_product, meta(rows, hidden), qkv, qkv_bias))
+        if is_small(rows, gate_up):
+            calls.append(partial(gated_tile_product, meta(rows, hidden), gate_up, gate_up_bias, spec.activation))
+        for weight, bias in zip(back, back_biases, strict=True):
+            if is_small(rows, weight):
+                product = product_in_parts if len(weight) <= THIN else tile_product
+                calls.append(partial(product, meta(rows, weight.shape[1]), weight, bias))
+    parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
+    calls.append(partial(add_norm, parts, residual, meta(hidden), spec.norm_eps))
     return calls

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.torch.compiling import Compiling, later_calls
 from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
@@ -39,6 +41,7 @@ PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a 
 PROGRAMS = 4  # of one row each, that keep a multiprocessor busy
 WIDE_PROGRAMS = 2  # of many
 MIN_PARTS = 4096
+POLL_S = 0.01  # how long to wait at a time for what is compiled beside us
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
 BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 NO_MEMORY = "out of memory on the device, alone as well: a shorter prompt, or smaller steps, may fit"
@@ -121,6 +124,7 @@ class CudaRunner:
         self._staging = Staging(device)
         self._sampler = DeviceSampler(spec.vocab_size, max_seqs, device)
         self._graphs = DecodeGraphs(graph_sizes(max_seqs), self._room, self._run_graph, device)
+        self._later: Compiling | None = None
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
@@ -145,8 +149,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
+        """Graphs of few rows have kernels of their own: they are compiled beside us first, then all are captured."""
+        if self._later is None and self._is_cuda:
+            self._later = Compiling(later_calls(self.model.spec, self.store.dtype))
+        if self._later is not None and self._later.is_running:
+            time.sleep(POLL_S)
+            return True
         with self._on_stream():
-            return self._graphs.prepare()
+            return self._graphs.prepare() or self._sampler.prepare(self.store.dtype)
 
     # Forward
 
@@ -185,7 +195,7 @@ class CudaRunner:
         step = step._replace(order=tuple(indices[place] for place in step.order))
         graph = self._graph(step)
         layout = step.layout if graph is None else graph.layout
-        places = tuple(place for place, piece in enumerate(step.slices) if piece.wants_token)
+        places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
         sizes = (2 * num_updates, num_slices, num_sampled, num_sampled, num_sampled * NUM_PARAMS)
         total = layout.size + sum(sizes)
@@ -203,8 +213,8 @@ class CudaRunner:
         tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
         if num_updates:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
-        inputs = layout.carve(device)
         if graph is None:
+            inputs = layout.carve(device)
             hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]))
             logits = self.model.logits(hidden[tail[2]]) if places else None
             sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
@@ -218,7 +228,7 @@ class CudaRunner:
             sound, prompts = None, []
         sampled = None
         if places:
-            last_tokens = self._last_tokens(inputs, tail[2]) if wishes.is_changed else tail[3]
+            last_tokens = self._last_tokens(layout.carve(device), tail[2]) if wishes.is_changed else tail[3]
             params = tail[4].view(torch.float32).view(-1, NUM_PARAMS)
             sampled = _Sampled(params, tail[3], last_tokens)
         return _Pass(step, places, wishes, logits, sampled, sound, prompts)
@@ -230,9 +240,8 @@ class CudaRunner:
         return torch.empty(size, dtype=torch.int32, device=self.store.device)
 
     def _graph(self, step: Step) -> DecodeGraph | None:
-        is_decode = step.num_decodes == len(step.slices)
         wants_prompt = any(piece.sampling.prompt_logprobs is not None for piece in step.slices)
-        if not is_decode or wants_prompt:
+        if not step.is_decode or wants_prompt:
             return None
         return self._graphs.find(step.layout, has_parts=bool(step.work.first_parts[-1]))
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from quire.backends.torch.inputs import StepInputs
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
-from quire.backends.torch.kernels.linear import gated_row_product, row_product
+from quire.backends.torch.kernels.linear import (
+    THIN,
+    gated_row_product,
+    gated_tile_product,
+    is_small,
+    product_in_parts,
+    row_product,
+    tile_product,
+)
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Heads, Linear, RMSNorm
@@ -85,9 +93,18 @@ class FusedPass:
     def project(self, x: Tensor, linear: Linear) -> Tensor:
         if len(x) == 1:
             return row_product(x, linear.weight, linear.bias)
+        if is_small(len(x), linear.weight):
+            return tile_product(x, linear.weight, linear.bias)
         return linear(x)
+
+    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+        if len(linear.weight) <= THIN and is_small(len(x), linear.weight):
+            return product_in_parts(x, linear.weight, linear.bias)
+        return self.project(x, linear)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         if len(x) == 1:
             return gated_row_product(x, gate_up.weight, gate_up.bias, activation)
+        if is_small(len(x), gate_up.weight):
+            return gated_tile_product(x, gate_up.weight, gate_up.bias, activation)
         return gated(gate_up(x), activation)

@@ -67,9 +67,19 @@ class Step(NamedTuple):
 
     slices: tuple[SeqSlice, ...]
     order: tuple[int, ...]  # which slice of the plan each of them is
-    last_rows: NDArray[np.int32]  # of each slice
-    num_decodes: int
+    last_rows: Ints  # of each slice
+    starts: Ints  # of the decodes: their position
+    slots: Ints
     work: Work
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.starts)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every row is another sequence's next token."""
+        return len(self.starts) == len(self.slices)
 
     @property
     def layout(self) -> Layout:
@@ -77,10 +87,8 @@ class Step(NamedTuple):
 
     def write(self, inputs: StepInputs) -> None:
         """Into arrays that may be longer: what is beyond is padding."""
-        starts = np.fromiter((piece.start for piece in self.slices), np.int32, len(self.slices))
-        slots = np.fromiter((piece.slot for piece in self.slices), np.int32, len(self.slices))
         count = self.num_decodes
-        inputs.positions[:count], inputs.slots[:count] = starts[:count], slots[:count]
+        inputs.positions[:count], inputs.slots[:count] = self.starts, self.slots
         inputs.tokens[:count] = [piece.tokens[0] if piece.tokens else -1 for piece in self.slices[:count]]
         row = count
         for piece in self.slices[count:]:
@@ -99,23 +107,26 @@ class Step(NamedTuple):
 def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> Step:
     """`tables` must know the slices already."""
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
-    starts = np.fromiter((slices[index].start for index in decodes), np.int32, len(decodes))
-    slots = np.fromiter((slices[index].slot for index in decodes), np.int32, len(decodes))
+    starts = np.array([slices[index].start for index in decodes], np.int32)
+    slots = np.array([slices[index].slot for index in decodes], np.int32)
     siblings = []
     if len(decodes) > 1 and (order := order_decodes(tables.host[slots, 0])) is not None:
         decodes = [decodes[place] for place in order.tolist()]
         starts, slots = starts[order], slots[order]
         siblings = find_siblings(tables.host, slots, starts, sizes.block_size)
+    if len(decodes) == len(slices):
+        ordered = tuple(slices[index] for index in decodes)
+        work = plan_work(starts, slots, siblings, (), len(decodes), sizes)
+        return Step(ordered, tuple(decodes), np.arange(len(decodes), dtype=np.int32), starts, slots, work)
     chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
     ordered = tuple(slices[index] for index in chosen)
-    lengths = np.fromiter((piece.length for piece in ordered), np.int32, len(ordered))
-    last_rows = np.cumsum(lengths, dtype=np.int32) - 1
+    last_rows = np.cumsum([piece.length for piece in ordered], dtype=np.int32) - 1
     prompts = [
         Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.slot)
         for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
     ]
     work = plan_work(starts, slots, siblings, prompts, int(last_rows[-1]) + 1, sizes)
-    return Step(ordered, tuple(chosen), last_rows, len(decodes), work)
+    return Step(ordered, tuple(chosen), last_rows, starts, slots, work)
 
 
 class BlockTables:

@@ -162,6 +162,9 @@ class Pass(Protocol):
 
     def project(self, x: Tensor, linear: Linear) -> Tensor: ...
 
+    def project_back(self, x: Tensor, linear: Linear) -> Tensor:
+        """To the hidden size, for a norm that follows: the sum may be left to that, as parts [parts, T, E]."""
+
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """activation(gate) * up [T, F], of the two halves of the product."""
 

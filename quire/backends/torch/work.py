@@ -25,6 +25,9 @@ MIN_SIBLINGS = 4  # rows that share a head, for which reading it once pays
 MIN_SHARED = 128  # keys of that head
 
 
+NO_ITEMS: Ints = np.zeros((0, 6), np.int32)
+
+
 class Prompt(NamedTuple):
     """Rows of one sequence, more than one."""
 
@@ -88,6 +91,8 @@ def plan_work(
     starts: Ints, slots: Ints, siblings: Sequence[Siblings], prompts: Sequence[Prompt], num_rows: int, sizes: Sizes
 ) -> Work:
     """Decodes at rows [0, len(starts)), at these positions; then the prompts. `num_rows` is all of them."""
+    if not siblings and not prompts:
+        return _plan_decodes(starts, slots, sizes)
     num_decodes = len(starts)
     shared = np.zeros(num_decodes, np.int32)
     for group in siblings:
@@ -114,6 +119,21 @@ def plan_work(
     )
     wide = _cut(tiles, wide_chunks, np.zeros(len(tiles), np.int32))
     return Work(narrow, wide, first_parts)
+
+
+def _plan_decodes(starts: Ints, slots: Ints, sizes: Sizes) -> Work:
+    """The same for nothing but decodes on their own, which most steps are."""
+    num_keys = starts + 1
+    chunk = _chunk(int(num_keys.sum()), sizes.num_kv_heads, sizes.target)
+    num_chunks = -(-num_keys // chunk)
+    while int(num_chunks.sum()) > sizes.max_parts:
+        chunk *= 2
+        num_chunks = -(-num_keys // chunk)
+    rows = np.zeros((len(starts), 5), np.int32)
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, slots, num_keys
+    first_parts = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
+    return Work(_cut(rows, num_chunks, np.zeros_like(slots)), NO_ITEMS, first_parts)
 
 
 def _chunk(num_keys: int, num_kv_heads: int, target: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,13 +31,17 @@ def _embed(tokens, slots, last_samples, embedding, out, scale, E: tl.constexpr, 
     tl.store(out + row * E + column, value.to(out.dtype.element_ty), mask=column < E)
 
 
-@triton.jit
-def _norm(x, residual, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["stride_part"])
+def _norm(x, residual, weight, out, eps, stride_part, E: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     column = tl.arange(0, BLOCK)
     is_in = column < E
     place = tl.program_id(0).to(tl.int64) * E + column
     scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # early: it need not wait for the sum
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
+    if PARTS > 1:  # of a product that was split; rounded, as it would be in one
+        for part in range(1, PARTS):
+            value += tl.load(x + part * stride_part + place, mask=is_in, other=0.0)
+        value = value.to(out.dtype.element_ty).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
         rounded = value.to(out.dtype.element_ty)  # the norm is of what the next layers will read
@@ -82,20 +85,26 @@ def embed(tokens: Tensor, slots: Tensor, last_samples: Tensor, embedding: Tensor
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of the rows of x [T, E]."""
+    """RMS norm of the rows of x [T, E], or of the sum of its parts [parts, T, E] fp32."""
     return _normed(x, None, weight, eps)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum itself, which is written over `residual`. No residual: the sum is x."""
+    """The norm of x + residual, and that sum itself, which is written over `residual`. No residual: the sum is x.
+
+    x [T, E], or with a residual fp32 parts of it [parts, T, E].
+    """
     return _normed(x, residual, weight, eps), x if residual is None else residual
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    num_rows, size = x.shape
-    out = torch.empty_like(x)
+    num_rows, size = x.shape[-2:]
+    num_parts = len(x) if x.dim() == 3 else 1
+    out = weight.new_empty((num_rows, size))
     width, num_warps = _row_shape(size)
-    _norm[(num_rows,)](x, residual, weight, out, eps, E=size, BLOCK=width, num_warps=num_warps)
+    _norm[(num_rows,)](
+        x, residual, weight, out, eps, num_rows * size, E=size, BLOCK=width, PARTS=num_parts, num_warps=num_warps
+    )
     return out
 
 

@@ -1,8 +1,10 @@
-"""The matrix product of a single row: one stream's decode, which is nothing but reading the weights.
+"""Matrix products of few rows: decodes, which are nothing but reading the weights.
 
-The library's kernel for this shape reads a small matrix at a third of the memory's speed, because it is made for tiles.
-Here a program takes a few rows of the matrix and reads them whole, many loads under way at once. The two halves of a
-gated MLP are read by the same program, so that their product needs no launch of its own.
+For a single row the library's kernel reads a small matrix at a third of the memory's speed, because it is made for
+tiles: `_row_product` takes a few rows of the matrix and reads them whole, many loads under way at once. For a few more
+rows and a small matrix there are too few tiles to fill the card: `_tile_product` cuts the sum as well, into parts that
+the norm which follows adds up, in their order. Both take the two halves of a gated MLP in one program, so that the gate
+needs no launch of its own. Large matrices and many rows are the library's.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,12 +22,26 @@ from quire.weights.spec import Activation
 # I inputs, O outputs, F = O / 2 outputs of a gated product
 
 
+MAX_ROWS = 64  # of a product that is not the library's
+MAX_WEIGHTS = 8 << 20  # larger matrices fill the card with the library's tiles
+THIN = 2048  # outputs: fewer are too few tiles
+PARTS = 4
+
+
 class Strip(NamedTuple):
     """What a program reads at a time."""
 
     outputs: int
     inputs: int
     num_warps: int
+
+
+@triton.jit
+def _activated(gate, IS_SILU: tl.constexpr):
+    inner = gate
+    if not IS_SILU:  # gelu by tanh, see elementwise.py
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(inner)
 
 
 @triton.jit
@@ -58,13 +75,50 @@ def _row_product(
     if IS_GATED:
         dtype: tl.constexpr = out.dtype.element_ty
         gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as if stored
-        inner = gate
-        if not IS_SILU:  # gelu by tanh, see elementwise.py
-            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        tl.store(out + column, (gate * tl.sigmoid(inner) * up).to(dtype), mask=column < OUT // 2)
+        tl.store(out + column, (_activated(gate, IS_SILU) * up).to(dtype), mask=column < OUT // 2)
     else:
         tl.store(out + row, y.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tile_product(
+    x, weight, bias, out, num_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SPAN: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    # Programs of one strip of the matrix are neighbours: it comes from memory once.
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    tile, strip, part = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, tl.program_id(1)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    o = tl.arange(0, OUTPUTS)
+    if IS_GATED:  # a gate and its up side by side
+        row = (strip * (OUTPUTS // 2) + o // 2) % (OUT // 2) + (o % 2) * (OUT // 2)
+    else:
+        row = (strip * OUTPUTS + o) % OUT
+    i = part * SPAN + tl.arange(0, INPUTS)
+    # Rows past the end are others again, whose results are not stored: loads without a mask are wide.
+    x_at = x + (t % num_rows)[:, None] * IN + i[None, :]
+    w_at = weight + row[:, None].to(tl.int64) * IN + i[None, :]
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for _ in range(0, SPAN, INPUTS):
+        total = tl.dot(tl.load(x_at), tl.load(w_at).T, total, input_precision="ieee")
+        x_at += INPUTS
+        w_at += INPUTS
+    if bias is not None:
+        if part == 0:
+            total += tl.load(bias + row).to(tl.float32)[None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as if stored
+        column = strip * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        is_in = (t < num_rows)[:, None] & (column < OUT // 2)[None, :]
+        value = (_activated(gate, IS_SILU) * up).to(dtype)
+        tl.store(out + t[:, None] * (OUT // 2) + column[None, :], value, mask=is_in)
+    else:
+        column = strip * OUTPUTS + o
+        is_in = (t < num_rows)[:, None] & (column < OUT)[None, :]
+        tl.store(out + (part * num_rows + t[:, None]) * OUT + column[None, :], total.to(dtype), mask=is_in)
 
 
 @cache
@@ -99,3 +153,50 @@ def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation
         num_warps=strip.num_warps,
     )  # fmt: skip
     return out
+
+
+def is_small(num_rows: int, weight: Tensor) -> bool:
+    """Whether `tile_product` is for this one. It wants whole tiles along the inputs."""
+    num_outputs, num_inputs = weight.shape
+    return 1 < num_rows <= MAX_ROWS and num_outputs * num_inputs <= MAX_WEIGHTS and num_inputs % (PARTS * 128) == 0
+
+
+def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, I] times weight [O, I] transposed: [T, O]."""
+    out = x.new_empty((len(x), len(weight)))
+    _launch_tiles(x, weight, bias, out, num_parts=1, outputs=32)
+    return out
+
+
+def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same as a sum of fp32 parts [PARTS, T, O], for a matrix of few outputs."""
+    out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
+    _launch_tiles(x, weight, bias, out, num_parts=PARTS, outputs=32)
+    return out
+
+
+def gated_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
+    out = x.new_empty((len(x), len(weight) // 2))
+    _launch_tiles(x, weight, bias, out, num_parts=1, outputs=64, activation=activation)
+    return out
+
+
+def _launch_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    num_parts: int,
+    outputs: int,
+    activation: Activation | None = None,
+) -> None:
+    num_rows, num_inputs = x.shape
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    num_tiles = -(-num_rows // rows) * -(-len(weight) // outputs)
+    _tile_product[(num_tiles, num_parts)](
+        x, weight, bias, out, num_rows, IN=num_inputs, OUT=len(weight), ROWS=rows, OUTPUTS=outputs,
+        INPUTS=64 if rows == outputs == 64 else 128, SPAN=num_inputs // num_parts,
+        IS_GATED=activation is not None, IS_SILU=activation is Activation.SILU, num_warps=4, num_stages=4,
+    )  # fmt: skip

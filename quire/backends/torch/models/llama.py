@@ -38,10 +38,10 @@ class LlamaLayer:
 
     def attention(self, x: Tensor, step: Pass) -> Tensor:
         out = step.attend(step.project(x, self.qkv_proj), self.heads)  # [T, (H + 2K) * D] to [T, H * D]
-        return step.project(out, self.o_proj)
+        return step.project_back(out, self.o_proj)
 
     def mlp(self, x: Tensor, step: Pass) -> Tensor:
-        return step.project(step.gated(x, self.gate_up_proj, self.activation), self.down_proj)
+        return step.project_back(step.gated(x, self.gate_up_proj, self.activation), self.down_proj)
 
 
 class LlamaModel:
