@@ -172,6 +172,7 @@ class Bench:
         self.stages: tuple[str, ...] = args.only
         self.shapes: tuple[str, ...] = args.models
         self.repeats: int = args.repeats
+        self.families: tuple[str, ...] = gpu_correctness.QUICK_FAMILIES if args.quick else args.families
         kv_bytes = None if args.kv_gib is None else int(args.kv_gib * 2**30)
         kv_bytes = 1 << 20 if args.quick else kv_bytes
         self.settings = Settings(args.device, args.step_tokens, args.chunk_tokens, kv_bytes)
@@ -181,7 +182,7 @@ class Bench:
     def run(self) -> Report:
         if "correctness" in self.stages:
             for dtype in ("float32", "bfloat16"):
-                for family in gpu_correctness.QUICK_FAMILIES if self.scale.is_quick else gpu_correctness.FAMILIES:
+                for family in self.families:
                     self._attempt(f"{family} in {dtype}", self._family, family, dtype)
         if "ready" in self.stages:
             for shape in self.shapes:
@@ -355,6 +356,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
     parser.add_argument("--models", type=names(tuple(SHAPES)), default=tuple(SHAPES), help="shapes, by name")
+    parser.add_argument("--families", type=names(gpu_correctness.FAMILIES), default=gpu_correctness.FAMILIES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--step-tokens", type=int, help="most tokens of a step")

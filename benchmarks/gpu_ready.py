@@ -86,12 +86,6 @@ def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
         if not has_token and any(output.tokens for output in outputs):
             has_token = True
             say("first_token")
-    pieces_s: list[float] = []
-    started_s = time.perf_counter()
-    while engine.runner.prepare():
-        pieces_s.append(time.perf_counter() - started_s - sum(pieces_s))
-    longest_s = max(pieces_s, default=0.0)
-    say("graphs", num_graphs=len(pieces_s), graphs_s=sum(pieces_s), longest_graph_s=longest_s)
     engine.close()
 
 

@@ -8,6 +8,7 @@ it there. Whatever goes wrong in a child only means that the kernel is compiled 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import warnings
@@ -51,13 +52,14 @@ class Compiling:
     """Under way from the start. `calls` are on tensors of the device "meta"."""
 
     def __init__(self, calls: Calls) -> None:
-        target = triton.runtime.driver.active.get_current_target()
+        driver = triton.runtime.driver.active
+        target, launcher = driver.get_current_target(), driver.launcher_cls
         count = min(len(calls), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: these children need none
             self._children = [
-                context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
+                context.Process(target=_compile, args=(calls[number::count], target, launcher), daemon=True)
                 for number in range(count)
             ]
             for child in self._children:
@@ -98,14 +100,17 @@ class _NoDevice:
         return self._target
 
 
-def _compile(calls: Calls, target: object) -> None:
+def _compile(calls: Calls, target: object, launcher: Callable[..., object]) -> None:
     """In a child: every launch ends where the kernel is compiled."""
     jit: Any = triton.JITFunction
     launch = jit.run
 
     def compile_only(self: object, *args: object, grid: object, warmup: bool, **options: object) -> object:
         del warmup
-        return launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        with contextlib.suppress(Exception):  # the stub in C that passes the arguments: its compiler runs here as well
+            launcher(kernel.src, kernel.metadata)
+        return kernel
 
     jit.run = compile_only
     triton.runtime.driver.set_active(_NoDevice(target))
@@ -161,7 +166,7 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
 
 
 def later_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
-    """What only graphs of few rows need, as shapes."""
+    """What only graphs of few rows and rarer requests need, as shapes."""
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -190,4 +195,9 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
                 calls.append(partial(product, meta(rows, weight.shape[1]), weight, bias))
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
     calls.append(partial(add_norm, parts, residual, meta(hidden), spec.norm_eps))
+    ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
+    out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
+    for kind, is_changed in ((dtype, False), (torch.float32, True)):
+        run = partial(choose, meta(1, spec.vocab_size, kind=kind), ints, params, ints, ints, out, scratch)
+        calls.append(partial(run, has_floor=True, is_changed=is_changed))
     return calls

@@ -215,7 +215,7 @@ class CudaRunner:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
         if graph is None:
             inputs = layout.carve(device)
-            hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]))
+            hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]), is_graph=False)
             logits = self.model.logits(hidden[tail[2]]) if places else None
             sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
@@ -252,11 +252,11 @@ class CudaRunner:
         num_wide = 2 * (num_rows // MIN_SIBLINGS) + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
         return Layout(num_rows, num_narrow, num_wide)
 
-    def _run(self, inputs: StepInputs, *, has_parts: bool) -> Tensor:
-        return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts))
+    def _run(self, inputs: StepInputs, *, has_parts: bool, is_graph: bool) -> Tensor:
+        return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts, is_graph=is_graph))
 
     def _run_graph(self, inputs: StepInputs, has_parts: bool) -> Tensor:
-        return self.model.logits(self._run(inputs, has_parts=has_parts))
+        return self.model.logits(self._run(inputs, has_parts=has_parts, is_graph=True))
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]

@@ -37,10 +37,11 @@ class DeviceState(NamedTuple):
 
 
 class FusedPass:
-    def __init__(self, inputs: StepInputs, state: DeviceState, *, has_parts: bool) -> None:
+    def __init__(self, inputs: StepInputs, state: DeviceState, *, has_parts: bool, is_graph: bool) -> None:
         self._inputs = inputs
         self._state = state
         self._has_parts = has_parts  # a row may be split over several items
+        self._is_graph = is_graph  # recorded: products may have kernels of their own, compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.slots, self._state.last_samples, embedding, scale)
@@ -91,20 +92,20 @@ class FusedPass:
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:
-        if len(x) == 1:
+        if self._is_graph and len(x) == 1:
             return row_product(x, linear.weight, linear.bias)
-        if is_small(len(x), linear.weight):
+        if self._is_graph and is_small(len(x), linear.weight):
             return tile_product(x, linear.weight, linear.bias)
         return linear(x)
 
     def project_back(self, x: Tensor, linear: Linear) -> Tensor:
-        if len(linear.weight) <= THIN and is_small(len(x), linear.weight):
+        if self._is_graph and len(linear.weight) <= THIN and is_small(len(x), linear.weight):
             return product_in_parts(x, linear.weight, linear.bias)
         return self.project(x, linear)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        if len(x) == 1:
+        if self._is_graph and len(x) == 1:
             return gated_row_product(x, gate_up.weight, gate_up.bias, activation)
-        if is_small(len(x), gate_up.weight):
+        if self._is_graph and is_small(len(x), gate_up.weight):
             return gated_tile_product(x, gate_up.weight, gate_up.bias, activation)
         return gated(gate_up(x), activation)
