@@ -150,9 +150,11 @@ def _cpu() -> tuple[str, list[str]]:
 def _backends(torch: dict[str, Any]) -> list[dict[str, Any]]:
     cpu_kernels = f"plain PyTorch, {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
+    has_triton = importlib.util.find_spec("triton") is not None
+    gpu_kernels = "Triton" if has_triton else "plain PyTorch, many times slower: pip install triton"
     return [
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
-        {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": "plain PyTorch" if has_gpu else ""},
+        {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
         {"name": "native", "runs": False, "dtype": "", "kernels": "", "remark": "not yet"},
     ]
 

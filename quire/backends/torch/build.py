@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import torch
@@ -56,21 +55,30 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 
 
 def _has_triton() -> bool:
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log.warning("Triton is not installed: this GPU runs the plain path, many times slower. pip install triton")
-    return False
+    """Whether it works here, not only whether it is installed: it compiles C for itself when it is first used."""
+    try:
+        import triton
+
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        log.warning(
+            "Triton does not work here, so this GPU runs the plain path, many times slower. It comes with PyTorch, and"
+            " needs a C compiler, Python's headers and a folder it may write (TRITON_CACHE_DIR): %s",
+            error,
+        )
+        return False
+    return True
 
 
 def _device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "auto":
-        return torch.device("cuda" if has_cuda else "cpu")
+        name = "cuda" if has_cuda else "cpu"
     if name not in ("cpu", "cuda"):
         raise InvalidRequest(f"device = {name!r} is not auto, cpu or cuda")
     if name == "cuda" and not has_cuda:
         raise InvalidRequest("device = 'cuda', but PyTorch finds no CUDA device here")
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:

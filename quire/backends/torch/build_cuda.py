@@ -25,7 +25,7 @@ STEP_S = 0.25  # about how long a step of prompts may hold up everyone's next to
 PRODUCT_RATE = 6e14  # operations a second that the matrix products of a large step reach on an H200
 STEP_TOKENS = (2048, 16384)  # at least and at most: enough to fill the card, and to hide the host behind it
 MARGIN = 0.04  # of the card's memory is left alone: what the driver and the allocator take beside us
-GRAPH_BYTES = 8 << 20  # what the driver keeps of a captured graph, beside the memory its steps use
+GRAPH_BYTES = 4 << 20  # what the driver keeps of a captured graph, beside the memory its steps use
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,13 @@ def make_cuda_runner(
     weights = load_weights(checkpoint, dtype, device, progress)
     model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_context)
     compiling.wait()
-    launch(first_calls(checkpoint.spec, dtype, options.block_size, device))
+    launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
     step_tokens = max(options.max_step_tokens or default_step_tokens(model.spec), max_seqs)
     needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
-    # Graphs have a pool of their own, as large as what their largest step needs: at most what was measured.
-    share = max_seqs / step_tokens
-    reserved = needed + int(needed * share) + GRAPH_BYTES * len(graph_sizes(max_seqs))
+    reserved = needed + _reserved_for_graphs(needed, step_tokens, max_seqs) + _reserved_for_rare(model.spec, max_seqs)
     free, total = torch.cuda.mem_get_info(device)
     pool = PoolRequest(model.spec, dtype, options, max_seqs=max_seqs, max_context=max_context)
-    num_blocks = pool.num_blocks(free, free - reserved - int(MARGIN * total))
+    num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     log.info("a step needs up to %.2f GB, graphs and margin included %.2f GB", needed / 1e9, reserved / 1e9)
     store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
     return CudaRunner(
@@ -63,6 +61,17 @@ def make_cuda_runner(
         max_step_tokens=step_tokens,
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
     )
+
+
+def _reserved_for_graphs(needed: int, step_tokens: int, max_seqs: int) -> int:
+    """They have a pool of their own, which takes what the step of most rows takes; and the driver keeps something."""
+    num_graphs = 4 * len(graph_sizes(max_seqs))  # with and without parts, with and without siblings
+    return needed * max_seqs // step_tokens + GRAPH_BYTES * num_graphs
+
+
+def _reserved_for_rare(spec: ModelSpec, max_seqs: int) -> int:
+    """What penalties keep, and what they and logprobs take for a moment: a number for every token of every row."""
+    return 3 * 4 * max_seqs * spec.vocab_size
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
@@ -81,12 +90,12 @@ def measure_step(
     Run on a pool of its own, just large enough, which is given back.
     """
     device = model.embedding.device
-    length = max(min(step_tokens // max_seqs, max_context), 1)
-    per_seq = -(-length // block_size)
-    store = KVStore(model.spec, max_seqs * per_seq + 1, block_size, dtype, device)
-    runner = CudaRunner(model, store, max_seqs=max_seqs, max_context=max_context)
     torch.cuda.synchronize(device)
     base = torch.cuda.memory_allocated(device)
+    length = max(min(-(-step_tokens // max_seqs), max_context), 1)
+    table = range(1, 1 - (-length // block_size))  # everyone's: what they read does not matter
+    store = KVStore(model.spec, len(table) + 1, block_size, dtype, device)
+    runner = CudaRunner(model, store, max_seqs=max_seqs, max_context=max_context)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length
     for start, count in ((0, length), (length - 1, 1)):  # a prompt each, and its last token again: a decode
@@ -98,7 +107,7 @@ def measure_step(
                 tokens=tokens[:count],
                 start=start,
                 length=count,
-                block_table=range(1 + slot * per_seq, 1 + (slot + 1) * per_seq),
+                block_table=table,
                 history=tokens,
                 wants_token=True,
                 sampling=SamplingParams(temperature=1.0, max_tokens=1),

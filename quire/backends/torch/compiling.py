@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +24,9 @@ import triton
 from torch import Tensor
 
 from quire.backends.machine import usable_cores
-from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
-from quire.backends.torch.kernels.blocks import update_tables
-from quire.backends.torch.kernels.elementwise import add_norm, embed, gated
+from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
+from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
+from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
 from quire.backends.torch.kernels.linear import (
     PARTS,
     THIN,
@@ -36,7 +38,7 @@ from quire.backends.torch.kernels.linear import (
     tile_product,
 )
 from quire.backends.torch.kernels.rope import rope_store
-from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, choose
+from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
 from quire.weights.spec import ModelSpec
 
 MAX_PROCESSES = 12
@@ -62,24 +64,37 @@ class Compiling:
                 context.Process(target=_compile, args=(calls[number::count], target, launcher), daemon=True)
                 for number in range(count)
             ]
-            for child in self._children:
-                child.start()
+            try:
+                for child in self._children:
+                    child.start()
+            except (
+                OSError,
+                ValueError,
+                AssertionError,
+            ) as error:  # no fork, no room, or a process that may not have any
+                log.info("kernels are not compiled ahead: %s", error)
+        self._children = [child for child in self._children if child.pid is not None]
+        self._deadline_s = time.monotonic() + PATIENCE_S
 
     @property
     def is_running(self) -> bool:
+        if time.monotonic() > self._deadline_s:
+            self.wait()
         return any(child.is_alive() for child in self._children)
 
     def wait(self) -> None:
+        """Until all are done, or their time is up."""
         for child in self._children:
-            child.join(PATIENCE_S)
+            child.join(max(self._deadline_s - time.monotonic(), 0))
             if child.is_alive():
                 child.kill()
+                child.join()
 
 
-def launch(calls: Calls) -> None:
+def launch(calls: Calls, device: torch.device) -> None:
     """Load what was compiled, side by side."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        for future in [pool.submit(_launch, call) for call in calls]:
+        for future in [pool.submit(_launch, call, device) for call in calls]:
             if (error := future.exception()) is not None:
                 log.warning("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
 
@@ -102,6 +117,7 @@ class _NoDevice:
 
 def _compile(calls: Calls, target: object, launcher: Callable[..., object]) -> None:
     """In a child: every launch ends where the kernel is compiled."""
+    os.closerange(3, 4096)  # what the parent has open must end with the parent
     jit: Any = triton.JITFunction
     launch = jit.run
 
@@ -116,12 +132,14 @@ def _compile(calls: Calls, target: object, launcher: Callable[..., object]) -> N
     triton.runtime.driver.set_active(_NoDevice(target))
     with torch.inference_mode():
         for call in calls:
-            call()
+            with contextlib.suppress(Exception):
+                call()
 
 
 @torch.inference_mode()
-def _launch(call: Callable[[], object]) -> None:
-    call()
+def _launch(call: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        call()
 
 
 def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Calls:
@@ -155,17 +173,20 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
         lambda: gated(zeros(2, 2 * spec.ffn_size), spec.activation),
         lambda: embed(rows, padding, ints, zeros(2, spec.hidden_size), spec.embedding_scale),
         lambda: update_tables(tables, ints[:1], ints[:1]),
+        lambda: choose(
+            logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=True, is_changed=False
+        ),
     ]
     fixed = {"scale": spec.attention_scale, "cap": spec.attention_softcap}
     for window in {min(window, 1) for window in spec.windows}:
         calls += [
             partial(attend, q, layer, tables, rows, items, ints[:3], parts, q, tiling=tiling, window=window, **fixed)
-            for tiling in (NARROW, WIDE)
+            for tiling in tilings(head_size, dtype.itemsize)
         ]
     return calls
 
 
-def later_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
+def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     """What only graphs of few rows and rarer requests need, as shapes."""
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -197,7 +218,18 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype) -> Calls:
     calls.append(partial(add_norm, parts, residual, meta(hidden), spec.norm_eps))
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
-    for kind, is_changed in ((dtype, False), (torch.float32, True)):
-        run = partial(choose, meta(1, spec.vocab_size, kind=kind), ints, params, ints, ints, out, scratch)
-        calls.append(partial(run, has_floor=True, is_changed=is_changed))
+    logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
+    for has_floor in (False, True):
+        run = partial(choose, altered, ints, params, ints, ints, out, scratch)
+        calls.append(partial(run, has_floor=has_floor, is_changed=True))
+    masks, counts = meta(1, -(-spec.vocab_size // 8), kind=torch.uint8), meta(1, spec.vocab_size, kind=torch.int32)
+    penalties = meta(3, kind=torch.float32)
+    calls += [
+        partial(change, logits, ints[:1], counts, ints[:1], penalties, masks, ints[:1]),
+        partial(edit, altered, ints[:1], ints[:1], penalties[:1]),
+    ]
+    pool = meta(spec.num_layers, 2, 2, spec.num_kv_heads, block_size, spec.head_size)
+    calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
+    if spec.has_post_norms:
+        calls.append(partial(norm, parts, meta(hidden), spec.norm_eps))
     return calls

@@ -1,5 +1,5 @@
 """Runs step plans on a GPU: inputs go down in one copy, a pass runs in our own kernels or as a CUDA graph, results come
-back in one copy. Nothing here waits for the device but `collect`, so the host plans the next step meanwhile.
+back in one copy. In the ordinary way only `collect` waits for the device, so the host plans the next step meanwhile.
 
 The last sampled token of every slot stays on the device, where the next step finds it.
 """
@@ -24,7 +24,7 @@ from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_par
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
-from quire.backends.torch.kernels.attention import WIDE, Parts, rows_per_item
+from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
@@ -106,10 +106,11 @@ class CudaRunner:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         num_cores = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
+        narrow, wide = tilings(spec.head_size, store.dtype.itemsize)
         self._sizes = Sizes(
             num_kv_heads=spec.num_kv_heads,
             block_size=store.block_size,
-            rows_per_item=rows_per_item(WIDE, spec.num_heads // spec.num_kv_heads),
+            rows_per_item=rows_per_item(wide, spec.num_heads // spec.num_kv_heads),
             target=num_cores * PROGRAMS,
             wide_target=num_cores * WIDE_PROGRAMS,
             max_parts=max(MIN_PARTS, 4 * max_seqs),
@@ -120,14 +121,19 @@ class CudaRunner:
             tables=self._tables.device,
             last_samples=torch.zeros(max_seqs, dtype=torch.int32, device=device),
             parts=Parts.empty(self._sizes.max_parts, spec.num_heads, spec.head_size, device),
+            tilings=(narrow, wide),
         )
         self._staging = Staging(device)
         self._sampler = DeviceSampler(spec.vocab_size, max_seqs, device)
-        self._graphs = DecodeGraphs(graph_sizes(max_seqs), self._room, self._run_graph, device)
+        # Of all graphs: sampling has read it when the next one runs.
+        self._graph_logits = torch.empty(max_seqs, spec.vocab_size, dtype=store.dtype, device=device)
+        self._graphs = DecodeGraphs(graph_sizes(max_seqs), self._room, self._run_graph, self._may_capture, device)
         self._later: Compiling | None = None
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
+        if self._stream is not None:  # what was made above is written on another stream
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -150,13 +156,16 @@ class CudaRunner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Graphs of few rows have kernels of their own: they are compiled beside us first, then all are captured."""
-        if self._later is None and self._is_cuda:
-            self._later = Compiling(later_calls(self.model.spec, self.store.dtype))
-        if self._later is not None and self._later.is_running:
+        if not self._may_capture():
             time.sleep(POLL_S)
             return True
         with self._on_stream():
             return self._graphs.prepare() or self._sampler.prepare(self.store.dtype)
+
+    def _may_capture(self) -> bool:
+        if self._later is None and self._is_cuda:
+            self._later = Compiling(later_calls(self.model.spec, self.store.dtype, self.store.block_size))
+        return self._later is None or not self._later.is_running
 
     # Forward
 
@@ -184,16 +193,16 @@ class CudaRunner:
             self._tables.forget()
             _free_memory()
             try:
-                passes.append(self._pass(some, where))
+                passes.append(self._pass(some, where, has_graphs=False))  # two would share their place for logits
             except torch.OutOfMemoryError:
                 failures |= dict.fromkeys(where, NO_MEMORY)
         return _InFlight(passes, len(slices), failures)
 
-    def _pass(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _Pass:
+    def _pass(self, slices: Sequence[SeqSlice], indices: Sequence[int], *, has_graphs: bool = True) -> _Pass:
         updates = self._tables.update(slices)
         step = arrange(slices, self._tables, self._sizes)
         step = step._replace(order=tuple(indices[place] for place in step.order))
-        graph = self._graph(step)
+        graph = self._graph(step) if has_graphs else None
         layout = step.layout if graph is None else graph.layout
         places = tuple([place for place, piece in enumerate(step.slices) if piece.wants_token])
         num_sampled, num_updates, num_slices = len(places), len(updates[0]), len(step.slices)
@@ -223,9 +232,7 @@ class CudaRunner:
             if device is not self._graphs.inputs:
                 self._graphs.inputs[: layout.size].copy_(device[: layout.size])
             graph.recording.replay()
-            is_plain = num_sampled == num_slices
-            logits = graph.logits[:num_sampled] if is_plain else graph.logits[tail[2]]
-            sound, prompts = None, []
+            logits, sound, prompts = self._graph_logits[:num_sampled], None, []
         sampled = None
         if places:
             last_tokens = self._last_tokens(layout.carve(device), tail[2]) if wishes.is_changed else tail[3]
@@ -240,8 +247,10 @@ class CudaRunner:
         return torch.empty(size, dtype=torch.int32, device=self.store.device)
 
     def _graph(self, step: Step) -> DecodeGraph | None:
-        wants_prompt = any(piece.sampling.prompt_logprobs is not None for piece in step.slices)
-        if not step.is_decode or wants_prompt:
+        """None where something is asked of a row that a graph does not do: nothing, or what it thinks of a prompt."""
+        if not step.is_decode or not all(piece.wants_token for piece in step.slices):
+            return None
+        if any(piece.sampling.prompt_logprobs is not None and _is_in_prompt(piece) for piece in step.slices):
             return None
         return self._graphs.find(step.layout, has_parts=bool(step.work.first_parts[-1]))
 
@@ -255,8 +264,9 @@ class CudaRunner:
     def _run(self, inputs: StepInputs, *, has_parts: bool, is_graph: bool) -> Tensor:
         return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts, is_graph=is_graph))
 
-    def _run_graph(self, inputs: StepInputs, has_parts: bool) -> Tensor:
-        return self.model.logits(self._run(inputs, has_parts=has_parts, is_graph=True))
+    def _run_graph(self, inputs: StepInputs, has_parts: bool) -> None:
+        hidden = self._run(inputs, has_parts=has_parts, is_graph=True)
+        self.model.logits(hidden, out=self._graph_logits[: len(hidden)])
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]
@@ -415,6 +425,11 @@ def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Se
     first = piece._replace(tokens=piece.tokens[:cut], length=cut, wants_token=False)
     second = piece._replace(tokens=piece.tokens[cut:], start=piece.start + cut, length=piece.length - cut)
     return [((first,), indices), ((second,), indices)]
+
+
+def _is_in_prompt(piece: SeqSlice) -> bool:
+    """A prompt token follows its first position."""
+    return piece.start + 1 < piece.num_prompt_tokens
 
 
 def _free_memory() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.torch.inputs import StepInputs
-from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, attend, merge
+from quire.backends.torch.kernels.attention import Parts, Tiling, attend, merge
 from quire.backends.torch.kernels.elementwise import add_norm, embed, gated, norm
 from quire.backends.torch.kernels.linear import (
     THIN,
@@ -34,6 +34,7 @@ class DeviceState(NamedTuple):
     tables: Tensor  # [slots, most blocks] int32
     last_samples: Tensor  # [slots] int32
     parts: Parts
+    tilings: tuple[Tiling, Tiling]  # of items of one row, and of many
 
 
 class FusedPass:
@@ -71,7 +72,7 @@ class FusedPass:
             eps,
         )  # [T, H, D]
         out = torch.empty_like(q)
-        for items, tiling in ((inputs.narrow, NARROW), (inputs.wide, WIDE)):
+        for items, tiling in zip((inputs.narrow, inputs.wide), self._state.tilings, strict=True):
             if len(items):
                 attend(
                     q,

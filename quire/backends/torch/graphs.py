@@ -8,19 +8,21 @@ all share one pool of memory, and what the largest needs, the others find there.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from quire.backends.torch.inputs import Layout, StepInputs
 
-SAMPLED = 32  # numbers a row that go down with a step beside its inputs: more than are ever needed
+SAMPLED = 32  # numbers a row that go down with a step beside its inputs, but for long tables, which go apart
 WHOLE_SIZE = 96  # from here on contexts are seldom split, and a graph without the merge is worth its capture
 MAX_MISSES = 16  # steps of a size without a graph before it is captured though others wait
+
+log = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
@@ -35,35 +37,39 @@ class Kind(NamedTuple):
 
 class DecodeGraph(NamedTuple):
     layout: Layout
-    logits: Tensor  # [rows, V]: overwritten by the next replay of any graph
     recording: Recording
 
 
 def graph_sizes(max_seqs: int) -> tuple[int, ...]:
-    """Powers of two, then steps of 16 and 32: padding costs little, and each takes a moment to capture."""
-    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, max_seqs, 32)]
+    """Powers of two, then steps of 16, 32 and 128: padding costs little, and each takes a moment to capture."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(384, max_seqs, 128)]
     return (*(size for size in sizes if size < max_seqs), max_seqs)
 
 
 class DecodeGraphs:
-    """`run` computes the logits of all rows of its inputs, and merges parts or not. `room` says how many items of a
-    size there may be."""
+    """`run` computes the logits of all rows of its inputs into a place that all graphs share, and merges parts or not.
+
+    `room` says how many items of a size there may be; `may_capture`, whether the kernels that only graphs use are
+    compiled.
+    """
 
     def __init__(
         self,
         sizes: Sequence[int],
         room: Callable[[int, bool], Layout],
-        run: Callable[[StepInputs, bool], Tensor],
+        run: Callable[[StepInputs, bool], None],
+        may_capture: Callable[[], bool],
         device: torch.device,
     ) -> None:
         self._sizes = sizes  # ascending
         self._room = room
         self._run = run
+        self._may_capture = may_capture
         self._device = device
         most = max(room(sizes[-1], True).size, room(sizes[-1], False).size)
         # What sampling reads comes along behind them, and stays where it is until the next step.
         self.inputs = torch.zeros(most + SAMPLED * sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[Kind, DecodeGraph] = {}
+        self._graphs: dict[Kind, DecodeGraph | None] = {}  # None: it could not be captured
         self._misses: Counter[Kind] = Counter()
         self._pool: Any = None
 
@@ -74,14 +80,14 @@ class DecodeGraphs:
             return None
         kind = Kind(size, layout.num_wide > 0, has_parts or size < WHOLE_SIZE)
         graph = self._graphs.get(kind)
-        if graph is None:
+        if kind not in self._graphs:
             if not self._room(size, kind.is_wide).holds(layout):
                 return None
             self._misses[kind] += 1
-            if self._misses[kind] < MAX_MISSES:
+            if self._misses[kind] < MAX_MISSES or not self._may_capture():
                 return None
             graph = self._capture(kind)
-        return graph if graph.layout.holds(layout) else None
+        return graph if graph is not None and graph.layout.holds(layout) else None
 
     def prepare(self) -> bool:
         """Capture the largest one that is missing. Those for siblings come when siblings do."""
@@ -92,7 +98,7 @@ class DecodeGraphs:
                     return True
         return False
 
-    def _capture(self, kind: Kind) -> DecodeGraph:
+    def _capture(self, kind: Kind) -> DecodeGraph | None:
         layout = self._room(kind.size, kind.is_wide)
         inputs = layout.carve(self.inputs)
         inputs.slots.fill_(-1)
@@ -101,34 +107,35 @@ class DecodeGraphs:
         inputs.first_parts.zero_()
         inputs.tokens.zero_()
         inputs.positions.zero_()
-        if self._device.type == "cuda":
-            recording, logits = self._record(inputs, kind.has_parts)
-        else:
-            recording = _Again(partial(self._run, inputs, kind.has_parts))
-            logits = recording.logits
-        graph = self._graphs[kind] = DecodeGraph(layout, logits, recording)
+        graph = None
+        run = partial(self._run, inputs, kind.has_parts)
+        try:
+            graph = DecodeGraph(layout, self._record(run) if self._device.type == "cuda" else _Again(run))
+        except Exception as error:  # out of memory, for one: steps of this kind run without
+            log.warning("a graph of %d rows was not captured: %s", kind.size, error)
+        self._graphs[kind] = graph
         return graph
 
-    def _record(self, inputs: StepInputs, has_parts: bool) -> tuple[Recording, Tensor]:
+    def _record(self, run: Callable[[], None]) -> Recording:
         """Not `torch.cuda.graph`, which collects garbage and waits for the device: that would hold everyone up."""
-        self._run(inputs, has_parts)  # once as it is: what has to be compiled or loaded must be before the recording
+        run()  # once as it is: what has to be compiled or loaded must be before the recording
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            logits = self._run(inputs, has_parts)
+            run()
         finally:
             graph.capture_end()
-        return graph, logits
+        return graph
 
 
 class _Again:
     """What stands for a graph where there is no CUDA: the same work on the same memory, done again."""
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
-        self.logits = run()
+        run()
 
     def replay(self) -> None:
-        self.logits.copy_(self._run())
+        self._run()

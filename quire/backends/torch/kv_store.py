@@ -21,6 +21,7 @@ from quire.weights.spec import ModelSpec
 
 # K kv heads, D head size
 
+PURGED = 64  # blocks at a time: a long context has thousands
 MIN_POOL_TOKENS = 512  # a pool chosen by quire that holds less is no use to anybody
 
 
@@ -144,10 +145,11 @@ class KVStore:
 
     def purge(self, blocks: Sequence[int]) -> None:
         """Replace what is not a finite number: such a value would reach whoever takes the block next."""
-        index = torch.tensor(sorted(set(blocks)), device=self.device)
+        whole = torch.tensor(sorted(set(blocks)), device=self.device)
         for layer in self.layers:
-            clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            layer.index_copy_(0, index, clean)
+            for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
+                clean = layer.index_select(0, index).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                layer.index_copy_(0, index, clean)
 
     def slot_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """For tokens at `offsets` [T] of `blocks` [T]: rows of the store seen as [.., D], in the order of `store`."""

@@ -23,6 +23,7 @@ Ints = NDArray[np.int32]
 MIN_CHUNK = 128  # keys: below that, a program costs more to start than to run
 MIN_SIBLINGS = 4  # rows that share a head, for which reading it once pays
 MIN_SHARED = 128  # keys of that head
+PIECE = 64  # blocks compared at a time
 
 
 NO_ITEMS: Ints = np.zeros((0, 6), np.int32)
@@ -79,12 +80,20 @@ def find_siblings(tables: Ints, slots: Ints, starts: Ints, block_size: int) -> l
         if last - first < MIN_SIBLINGS:
             continue
         width = int(starts[first:last].min()) // block_size  # full blocks below everyone's own position
-        rows = tables[slots[first:last], :width]
-        is_same = (rows == rows[0]).all(0)
-        shared = (width if is_same.all() else int(is_same.argmin())) * block_size
+        shared = _num_common(tables, slots[first:last], width) * block_size
         if shared >= MIN_SHARED:
             found.append(Siblings(first, last, shared))
     return found
+
+
+def _num_common(tables: Ints, slots: Ints, width: int) -> int:
+    """How many leading blocks all have, found piece by piece: most differ early."""
+    for first in range(0, width, PIECE):
+        rows = tables[slots, first : min(first + PIECE, width)]
+        is_same = (rows == rows[0]).all(0)
+        if not is_same.all():
+            return first + int(is_same.argmin())
+    return width
 
 
 def plan_work(

@@ -21,8 +21,10 @@ from tests.backends.torch.rig import Rig
 Change = Callable[[CudaRunner], None]
 
 
-def fused_runner(path: Path, *, num_blocks: int = 64, block_size: int = 32, max_seqs: int = 8) -> CudaRunner:
-    checkpoint = open_checkpoint(path)
+def fused_runner(
+    path: Path, *, num_blocks: int = 64, block_size: int = 32, max_seqs: int = 8, load_format: str = "auto"
+) -> CudaRunner:
+    checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
     with torch.inference_mode():
         weights = load_weights(checkpoint, torch.float32, device)

@@ -1,1 +1,1 @@
-"""Triton kernels of the CUDA path. Nothing else imports triton."""
+"""Triton kernels of the CUDA path. Only these and what compiles them import triton."""

@@ -34,6 +34,7 @@ class Tiling(NamedTuple):
 
 NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # one token an item: decodes
 WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # many: prompts, and siblings on their shared head
+ROW_BYTES = 256  # of a key that these are for; larger ones would not fit the shared memory of smaller cards
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
@@ -154,6 +155,16 @@ class Parts(NamedTuple):
 @cache  # Triton's own takes microseconds, and a step asks for every layer
 def _power(size: int) -> int:
     return int(triton.next_power_of_2(size))
+
+
+def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
+    """NARROW and WIDE, or smaller ones, for keys of this size."""
+    row_bytes = _power(head_size) * itemsize
+    if row_bytes <= ROW_BYTES:
+        return NARROW, WIDE
+    if row_bytes <= 2 * ROW_BYTES:
+        return NARROW._replace(keys=64), WIDE._replace(rows=64, keys=32)
+    return NARROW._replace(keys=32), WIDE._replace(rows=32, keys=32, num_stages=1)
 
 
 def rows_per_item(tiling: Tiling, num_groups: int) -> int:

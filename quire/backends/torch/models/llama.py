@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.backends.torch.layers import Heads, Pass, RMSNorm, Rotary, product, softcap
@@ -68,7 +69,10 @@ class LlamaModel:
             x, residual = layer(x, residual, step)
         return step.add_norm(x, residual, self.norm)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, E] to [rows, V], in the type the model runs in."""
-        logits = product(hidden, self.head)
-        return softcap(logits, self.spec.logit_softcap) if self.spec.logit_softcap else logits
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, E] to [rows, V], in the type the model runs in; into `out`, where it is given."""
+        logits = product(hidden, self.head) if out is None else torch.mm(hidden, self.head.t(), out=out)
+        if not self.spec.logit_softcap:
+            return logits
+        capped = softcap(logits, self.spec.logit_softcap)
+        return capped if out is None else out.copy_(capped)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,26 +27,6 @@ NUM_EQUAL = 20 if ON_GPU else 2
 NUM_DRAWS = 500 if ON_GPU else 10
 MAX_SEQS = 40
 INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def _patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter patches the language for every call of a function inside a kernel; once a launch is enough."""
-    if ON_GPU:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang
-    scopes: list[Any] = []
-
-    def patch(_fn: object) -> Any:
-        if not scopes:
-            scopes.append(original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})))
-            return SimpleNamespace(restore=lambda: scopes.pop().restore())
-        return SimpleNamespace(restore=lambda: None)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch)
 
 
 class Outcome(NamedTuple):

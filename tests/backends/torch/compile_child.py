@@ -1,0 +1,64 @@
+"""Compiles every kernel a model needs for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER`.
+
+Prints what Triton or ptxas complain of. Its parent sets what Triton reads when it is
+imported: no interpreter, and a cache of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from quire.backends.torch.compiling import Calls, _compile, first_calls, later_calls
+from quire.backends.torch.kernels.sampling import count
+from quire.weights.opening import open_checkpoint
+
+BLOCK_SIZE = 32
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def launcher(_source: object, _metadata: object) -> None:
+    """The stub that passes arguments is for a machine with a GPU."""
+
+
+def uncounted(vocab_size: int) -> Calls:
+    """What is compiled when someone first has a penalty."""
+    ints = torch.empty(16, dtype=torch.int32, device="meta")
+    return [partial(count, torch.empty(2, vocab_size, dtype=torch.int32, device="meta"), ints, ints, ints, ints)]
+
+
+class Judge:
+    def __init__(self) -> None:
+        self.num_compiled = self.num_failed = 0
+
+    def judged(self, call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                call()
+                self.num_compiled += 1
+            except Exception:
+                self.num_failed += 1
+                traceback.print_exc()
+
+        return run
+
+
+def main() -> int:
+    spec = open_checkpoint(Path(sys.argv[1]), "dummy").spec
+    calls = first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
+    calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
+    calls += uncounted(spec.vocab_size)
+    judge = Judge()
+    _compile([judge.judged(call) for call in calls], TARGET, launcher)
+    print(f"{judge.num_compiled} compiled, {judge.num_failed} failed")
+    return int(judge.num_failed > 0 or judge.num_compiled < len(calls))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

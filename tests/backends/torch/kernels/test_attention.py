@@ -1,0 +1,258 @@
+"""Attention through its list of work, against the plain thing in fp64, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
+from quire.backends.torch.work import Ints, Prompt, Siblings, Sizes, Work, find_siblings, order_decodes, plan_work
+from tests.backends.torch.kernels.device import DEVICE
+
+# In the interpreter only: the cap of what is far beyond it, which is a number all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+
+# T rows of the batch, H query heads, K kv heads, D head size
+
+NAN = float("nan")
+NUM_PARTS = 1500
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # no bf16 products in the interpreter
+NUM_ROUNDS = 10 if DEVICE == "cuda" else 1
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+class Shape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+
+
+class Company(NamedTuple):
+    """What a step holds."""
+
+    decodes: tuple[int, ...] = ()  # their positions
+    prompts: tuple[tuple[int, int], ...] = ()  # how much is cached, how much is computed
+    siblings: tuple[int, int] = (0, 0)  # how many, and the keys of their common head
+    target: int = 40  # programs that the work is cut for
+
+
+@dataclass
+class Step:
+    shape: Shape
+    q: Tensor  # [T, H, D]
+    layer: Tensor
+    tables: Ints
+    positions: list[int]
+    slots: list[int]
+    siblings: list[Siblings]
+    work: Work
+
+    def run(self, *, scale: float, window: int = 0, cap: float = 0.0, padding: int = 0) -> Tensor:
+        """As a graph would: with rows and items of padding behind the others, into memory full of garbage."""
+        num_rows, num_heads, head_size = self.q.shape
+        num_kv_heads = self.shape.num_kv_heads
+        more = torch.full((padding, num_heads, head_size), NAN, dtype=self.q.dtype, device=DEVICE)
+        q, out = torch.cat((self.q, more)), torch.full_like(torch.cat((self.q, more)), NAN)
+        parts = Parts.empty(NUM_PARTS, num_heads, head_size, torch.device(DEVICE))
+        parts.mixed.fill_(NAN)
+        parts.lse.fill_(NAN)
+        positions = on_device(np.array(self.positions + [0] * padding))
+        first_parts = on_device(np.pad(self.work.first_parts, (0, padding), mode="edge"))
+        tables = on_device(self.tables)
+        work = (self.work.narrow, self.work.wide)
+        for items, tiling in zip(work, tilings(head_size, q.dtype.itemsize), strict=True):
+            empty = np.full((padding, ITEM_FIELDS), 2**30)
+            empty[:, 1] = 0
+            items = np.concatenate((items, empty))
+            if len(items):
+                attend(
+                    q, self.layer, tables, positions, on_device(items), first_parts, parts, out,
+                    tiling=tiling, scale=scale, window=window, cap=cap,
+                )  # fmt: skip
+        if self.work.first_parts[-1]:
+            merge(parts, first_parts, out, num_kv_heads)
+        num_parts = int(self.work.first_parts[-1])
+        assert not parts.lse[:num_parts].isnan().any()
+        assert parts.lse[num_parts:].isnan().all()  # and no other part was written
+        assert parts.mixed[num_parts:].isnan().all()
+        assert out[num_rows:].isnan().all()  # nor a row of padding
+        return out[:num_rows]
+
+    def expected(self, *, scale: float, window: int = 0, cap: float = 0.0) -> Tensor:
+        num_rows, num_heads, head_size = self.q.shape
+        num_kv_heads, block_size = self.shape.num_kv_heads, self.shape.block_size
+        out = torch.empty(num_rows, num_heads, head_size, dtype=torch.float64)
+        q, layer = self.q.cpu().double(), self.layer.cpu().double()
+        for row, (position, slot) in enumerate(zip(self.positions, self.slots, strict=True)):
+            first = max(position - window + 1, 0) if window else 0
+            at = np.arange(first, position + 1)
+            blocks = torch.from_numpy(self.tables[slot, at // block_size]).long()
+            seen = layer[blocks, :, :, torch.from_numpy(at % block_size)]  # [keys, 2, K, D]
+            keys, values = seen.permute(1, 2, 0, 3)
+            scores = q[row].view(num_kv_heads, -1, head_size) @ keys.mT * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            out[row] = (scores.softmax(-1) @ values).view(num_heads, head_size)
+        return out
+
+
+def on_device(array: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(DEVICE)
+
+
+def make_step(shape: Shape, company: Company, seed: int, dtype: torch.dtype = torch.float32) -> Step:
+    rng = Random(seed)
+    num_siblings, head = company.siblings
+    block_size = shape.block_size
+    shared = head // block_size
+    starts = [head + rng.randrange(3 * block_size) for _ in range(num_siblings)] + list(company.decodes)
+    ends = [start + 1 for start in starts] + [sum(prompt) for prompt in company.prompts]
+    needs = [-(-end // block_size) for end in ends]
+    free = list(range(1, sum(needs) + 2))
+    rng.shuffle(free)
+    slots = rng.sample(range(len(ends) + 2), len(ends))
+    tables = np.zeros((len(ends) + 2, max(needs) + 1), np.int32)  # what is beyond a sequence is the null block
+    common = [free.pop() for _ in range(shared)]
+    for number, (slot, need) in enumerate(zip(slots, needs, strict=True)):
+        own = common if number < num_siblings else []
+        tables[slot, :need] = own + [free.pop() for _ in range(need - len(own))]
+    decodes = np.array(list(zip(starts, slots, strict=False)), np.int32).reshape(-1, 2)
+    siblings: list[Siblings] = []
+    if len(decodes) > 1 and (order := order_decodes(tables[decodes[:, 1], 0])) is not None:
+        decodes = decodes[order]
+        siblings = find_siblings(tables, decodes[:, 1], decodes[:, 0], block_size)
+    positions, rows, prompts = decodes[:, 0].tolist(), decodes[:, 1].tolist(), []
+    for (start, length), slot in zip(company.prompts, slots[len(starts) :], strict=True):
+        prompts.append(Prompt(len(rows), length, start, slot))
+        positions += range(start, start + length)
+        rows += [slot] * length
+    num_heads, num_kv_heads, head_size, _ = shape
+    wide_rows = rows_per_item(tilings(head_size, dtype.itemsize)[1], num_heads // num_kv_heads)
+    sizes = Sizes(num_kv_heads, block_size, wide_rows, company.target, company.target, NUM_PARTS)
+    generator = torch.Generator().manual_seed(seed)
+    layer = torch.randn(sum(needs) + 2, 2, num_kv_heads, block_size, head_size, generator=generator)
+    # The null block and what is left of the last ones: stale numbers, large, that nobody may see.
+    layer[0] = 1e4
+    for slot, end in zip(slots, ends, strict=True):
+        layer[tables[slot, (end - 1) // block_size], :, :, (end - 1) % block_size + 1 :] = -1e4
+    return Step(
+        shape,
+        (torch.randn(len(rows), num_heads, head_size, generator=generator) * 2).to(DEVICE, dtype),
+        layer.to(DEVICE, dtype),
+        tables,
+        positions,
+        rows,
+        siblings,
+        plan_work(decodes[:, 0].copy(), decodes[:, 1].copy(), siblings, prompts, len(rows), sizes),
+    )
+
+
+def check(step: Step, *, window: int = 0, cap: float = 0.0, padding: int = 2) -> None:
+    scale = step.shape.head_size**-0.5
+    out = step.run(scale=scale, window=window, cap=cap, padding=padding)
+    expected = step.expected(scale=scale, window=window, cap=cap)
+    assert out.isfinite().all()
+    assert float((out.cpu().double() - expected).abs().max()) < BOUNDS[out.dtype]
+
+
+MIXED = Company((0, 40, 201), ((0, 9), (37, 20)), (5, 192), target=12)
+SHAPES = [
+    Shape(2, 2, 16, 8),
+    Shape(4, 2, 32, 32),
+    Shape(6, 2, 80, 16),
+    Shape(3, 3, 64, 32),
+    Shape(8, 1, 128, 16),
+    Shape(16, 2, 64, 8),
+    Shape(9, 3, 96, 32),
+    Shape(4, 1, 256, 32),  # smaller tiles
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mixed_step(shape: Shape, dtype: torch.dtype) -> None:
+    for seed in range(NUM_ROUNDS):
+        step = make_step(shape, MIXED, seed, dtype)
+        assert len(step.siblings) == 1
+        assert 0 < np.count_nonzero(np.diff(step.work.first_parts)) < len(step.positions)  # split rows and whole ones
+        check(step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (24, 0.0), (130, 0.0), (0, 5.0), (40, 20.0), (1000, 1.0)])
+def test_windows_and_caps(window: int, cap: float, dtype: torch.dtype) -> None:
+    """With a small window whole parts, and the siblings' head, are seen by nobody."""
+    for seed in range(NUM_ROUNDS):
+        check(make_step(Shape(4, 2, 32, 16), MIXED, seed, dtype), window=window, cap=cap)
+
+
+@pytest.mark.parametrize(
+    "company",
+    [
+        Company(decodes=(0,)),
+        Company(decodes=(127, 128, 129, 0, 255)),
+        Company(decodes=(2600,), target=1000),  # more parts than are merged at a time
+        Company(decodes=(900, 3, 400), target=1000),
+        Company(prompts=((0, 2),)),
+        Company(prompts=((0, 70), (0, 33))),  # more rows than an item holds
+        Company(prompts=((300, 70),), target=1000),  # a chunk behind a cached prefix, split
+        Company(siblings=(4, 128)),
+        Company(siblings=(40, 256), target=1000),  # more siblings than an item holds
+    ],
+    ids=str,
+)
+def test_steps_of_one_kind(company: Company) -> None:
+    step = make_step(Shape(8, 2, 32, 32), company, 1)
+    if company.target > 40:
+        assert int(np.diff(step.work.first_parts).max()) >= 3
+    if company.siblings[0]:
+        assert step.siblings
+    check(step, padding=0)
+    if company.decodes == (2600,):
+        assert step.work.first_parts[-1] > 16
+        check(step, window=1000)
+
+
+def test_random_steps() -> None:
+    rng = Random(0)
+    for seed in range(30 * NUM_ROUNDS if DEVICE == "cuda" else 8):
+        num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
+        head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
+        company = Company(
+            decodes=tuple(rng.randrange(500) for _ in range(rng.randrange(4))),
+            prompts=tuple((rng.choice([0, rng.randrange(200)]), rng.randrange(2, 40)) for _ in range(rng.randrange(3))),
+            siblings=(rng.randrange(4, 9), rng.choice([128, 192, 320])) if rng.random() < 0.5 else (1, 64),
+            target=rng.choice([1, 10, 100, 1000]),
+        )
+        step = make_step(Shape(num_kv_heads * num_groups, num_kv_heads, head_size, block_size), company, seed)
+        window, cap = rng.choice([0, 0, rng.randrange(1, 300)]), rng.choice([0.0, 0.0, 8.0])
+        check(step, window=window, cap=cap, padding=rng.randrange(3))
+
+
+def test_scores_far_apart() -> None:
+    """Softmax of scores of hundreds: the parts' sums are far beyond what fp32 can hold, their logarithms are not."""
+    step = make_step(Shape(4, 2, 32, 32), Company((300, 700), siblings=(4, 256), target=1000), 3)
+    step.q *= 100
+    assert step.work.first_parts[-1] > 10
+    out, expected = step.run(scale=1.0), step.expected(scale=1.0)
+    assert float((out.cpu().double() - expected).abs().max()) < 2e-3
+
+
+def test_blocks_beyond_32_bits() -> None:
+    """Only the pages touched here take memory."""
+    step = make_step(Shape(2, 1, 64, 32), Company((70,), prompts=((3, 5),)), 0)
+    num_blocks = 2**31 // (2 * 32 * 64) + len(step.layer)
+    layer = torch.empty(num_blocks, *step.layer.shape[1:], dtype=torch.float32, device=DEVICE)
+    layer[0] = step.layer[0]
+    layer[-len(step.layer) + 1 :] = step.layer[1:]
+    out = step.run(scale=0.125)
+    step.tables = np.where(step.tables, step.tables + num_blocks - len(step.layer), 0).astype(np.int32)
+    step.layer = layer
+    assert torch.equal(step.run(scale=0.125), out)

@@ -1,0 +1,138 @@
+"""Every kernel compiles for an H200 here, where there is none: what the interpreter lets pass, the compiler may not."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from quire.backends.torch.compiling import first_calls, later_calls
+from tests.backends.torch.fused_rig import FusedRig
+from tests.backends.torch.kernels.device import DEVICE
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        **SIZES,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 80,
+        "attn_logit_softcapping": 30.0,
+        **SIZES,
+        "head_dim": 80,
+    },
+}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return folder
+
+
+def ptxas_problem() -> str | None:
+    """Why there is no assembler for GPUs here; None: there is one."""
+    script = "from triton import knobs; print(knobs.nvidia.ptxas.path)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    if found.returncode:
+        return "Triton finds no ptxas for this platform: " + found.stderr.strip().rsplit("\n", 1)[-1]
+    return None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kernel_compiles_for_an_h200(name: str, tmp_path: Path) -> None:
+    if (problem := ptxas_problem()) is not None:
+        pytest.skip(problem)
+    cache = tmp_path / "cache"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backends.torch.compile_child", str(write_config(name, tmp_path))],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = {path.stem for path in cache.glob("*/*.cubin")}
+    sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
+    blocks = {"_copy_blocks", "_update_tables"}
+    layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product", "_tile_product"}
+    assert compiled == sampling | blocks | layers
+
+
+class Launches:
+    """Which kernels are launched in which form: what Triton would compile each for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_run: bool) -> None:
+        self.forms: set[tuple[object, ...]] = set()
+        original: Any = interpreter.InterpretedFunction.run
+
+        def run(kernel: Any, *args: Any, **options: Any) -> None:
+            values = inspect.signature(kernel.fn).bind_partial(*args).arguments
+            types = tuple((name, value.dtype if isinstance(value, Tensor) else None) for name, value in values.items())
+            constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+            self.forms.add((kernel.fn.__name__, types, *sorted(constants.items())))
+            if is_run:
+                original(kernel, *args, **options)
+
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")  # rows of padding
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads what the interpreter is given")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_steps_launch_was_compiled_ahead(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that is not in the lists would be compiled in somebody's first step, or in the capture of a graph."""
+    rig = FusedRig(write_config(name, tmp_path), max_seqs=2, load_format="dummy")
+    spec, dtype = rig.runner.model.spec, torch.float32
+    with monkeypatch.context() as patch, torch.inference_mode():
+        ahead = Launches(patch, is_run=False)
+        for call in first_calls(spec, dtype, 32, torch.device("cpu")):
+            call()
+        first = set(ahead.forms)
+        for call in later_calls(spec, dtype, 32):
+            call()
+    launches = Launches(monkeypatch, is_run=True)
+    rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))
+    assert launches.forms <= first
+    assert {"_merge", "_find_floors"} >= {form[0] for form in first - launches.forms}  # nothing was split or cut off
+    with torch.inference_mode():
+        while rig.runner._graphs.prepare():
+            pass
+    assert launches.forms <= ahead.forms
+    products = {form for form in ahead.forms if form[0] in ("_row_product", "_tile_product") and of_few_rows(form)}
+    assert products <= launches.forms  # and none is compiled for nothing
+
+
+def of_few_rows(form: tuple[object, ...]) -> bool:
+    return ("ROWS", 32) not in form and ("ROWS", 64) not in form  # larger graphs than these were captured

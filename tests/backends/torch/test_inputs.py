@@ -1,0 +1,368 @@
+"""What goes down to the device: block tables in pieces, steps with padding, and the graphs they fit into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.backends.torch.graphs import MAX_MISSES, SAMPLED, WHOLE_SIZE, DecodeGraphs, Kind, graph_sizes
+from quire.backends.torch.inputs import ITEM_FIELDS, BlockTables, Layout, Staging, Step, StepInputs, arrange
+from quire.backends.torch.kernels import attention
+from quire.backends.torch.work import Sizes
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+
+CPU = torch.device("cpu")
+SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_target=20, max_parts=4096)
+
+
+def piece(
+    slot: int, table: Sequence[int], start: int, length: int = 1, tokens: Sequence[int] | None = None
+) -> SeqSlice:
+    tokens = range(100 * slot, 100 * slot + length) if tokens is None else tokens
+    return SeqSlice(slot, 0, slot, tokens, start, length, table, (), True, SamplingParams(), 1)
+
+
+# Block tables
+
+
+class Device:
+    """Does with the news what the device does."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self.tables = tables
+        self.flat = np.zeros(tables.host.size, np.int32)
+
+    def update(self, *slices: SeqSlice) -> list[int]:
+        """The blocks that were sent."""
+        places, blocks = self.tables.update(slices)
+        assert len(places) == len(blocks) == len(set(places))
+        self.flat[places] = blocks
+        assert np.array_equal(self.flat.reshape(self.tables.host.shape), self.tables.host)
+        return blocks
+
+
+def test_only_what_is_new_of_a_table_is_sent() -> None:
+    device = Device(BlockTables(4, 8, 4, CPU))
+    table = [11, 12]
+    assert device.update(piece(2, table, 0, 5)) == [11, 12]
+    assert device.tables.host[2, :3].tolist() == [11, 12, 0]
+    assert device.update(piece(2, table, 5, 2)) == []
+    table += [13, 14, 15]  # ahead of what is computed: not needed yet
+    assert device.update(piece(2, table, 7)) == []
+    assert device.update(piece(2, table, 8)) == [13]
+    assert device.update(piece(2, table, 9, 8)) == [14, 15]
+    assert device.tables.host[2, :6].tolist() == [11, 12, 13, 14, 15, 0]
+    assert not device.tables.host[[0, 1, 3]].any()
+
+
+def test_a_table_is_known_by_identity() -> None:
+    """Another request's table in the same slot, however alike, is another; so is one after a preemption."""
+    device = Device(BlockTables(2, 8, 4, CPU))
+    first, second = [1, 2, 3], [1, 2, 3]
+    assert device.update(piece(0, first, 0, 12), piece(1, second, 0, 4)) == [1, 2, 3, 1]
+    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the slot was given up and taken by another
+    assert device.update(piece(0, second, 8)) == [3]
+    third = [9]
+    assert device.update(piece(0, third, 3)) == [9]
+    assert device.update(piece(0, first, 11)) == [1, 2, 3]
+    assert device.tables.host[0, :3].tolist() == [1, 2, 3]
+
+
+def test_after_a_failure_everything_is_sent_again() -> None:
+    device = Device(BlockTables(3, 8, 4, CPU))
+    tables = [[1, 2], [3, 4, 5], [6]]
+    slices = [piece(slot, table, 4 * len(table) - 1) for slot, table in enumerate(tables)]
+    assert device.update(*slices) == [1, 2, 3, 4, 5, 6]
+    assert device.update(*slices) == []
+    device.tables.forget()
+    device.flat[:] = 0
+    assert device.update(*slices) == [1, 2, 3, 4, 5, 6]
+    assert device.update(*slices) == []
+
+
+def test_tables_follow_any_course_of_requests() -> None:
+    rng = Random(2)
+    device = Device(BlockTables(5, 20, 4, CPU))
+    running: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    for _ in range(2000):
+        slot = rng.randrange(5)
+        if slot not in running or rng.random() < 0.05:
+            running[slot], lengths[slot] = [], 0
+        count = min(rng.choice([1, 1, 1, 7]), 80 - lengths[slot])
+        if count == 0:
+            del running[slot]
+            continue
+        lengths[slot] += count
+        table = running[slot]
+        while len(table) * 4 < lengths[slot] + rng.randrange(6) and len(table) < 20:
+            table.append(rng.randrange(1, 10**6))
+        if rng.random() < 0.02:
+            device.tables.forget()
+        device.update(piece(slot, table, lengths[slot] - count, count))
+        num_blocks = -(-lengths[slot] // 4)
+        assert device.tables.host[slot, :num_blocks].tolist() == table[:num_blocks]
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 0), Layout(16, 17, 3), Layout(33, 0, 5), Layout(5, 7, 1)])
+def test_arrays_lie_side_by_side_at_round_addresses(layout: Layout) -> None:
+    """Kernels are compiled for addresses of multiples of 16 bytes, or again for others."""
+    assert ITEM_FIELDS == attention.ITEM_FIELDS
+    flat = np.zeros(layout.size, np.int32)
+    carved = layout.carve(flat)
+    end = 0
+    for number, array in enumerate(carved, 1):
+        if not array.size:
+            continue
+        offset = (array.__array_interface__["data"][0] - flat.__array_interface__["data"][0]) // 4
+        assert offset % 16 == 0
+        assert offset >= end
+        end = offset + array.size
+        array[...] = number
+    assert end <= layout.size
+    for number, array in enumerate(carved, 1):
+        assert (array == number).all()
+    rows = layout.num_rows
+    shapes = [array.shape for array in carved]
+    items = [(layout.num_narrow, ITEM_FIELDS), (layout.num_wide, ITEM_FIELDS)]
+    assert shapes == [(rows,), (rows,), (rows,), (rows + 1,), *items]
+    tensor = torch.from_numpy(flat)
+    for array, piece_ in zip(carved, layout.carve(tensor), strict=True):
+        assert np.array_equal(array, piece_.numpy())
+        assert not piece_.numel() or piece_.data_ptr() == array.__array_interface__["data"][0]
+
+
+def test_a_layout_holds_what_is_smaller_in_everything() -> None:
+    layout = Layout(4, 10, 2)
+    assert layout.holds(layout)
+    assert layout.holds(Layout(1, 10, 0))
+    for larger in (Layout(5, 1, 0), Layout(1, 11, 0), Layout(1, 1, 3)):
+        assert not layout.holds(larger)
+
+
+# Steps
+
+
+def arranged(*slices: SeqSlice) -> Step:
+    tables = BlockTables(16, 100, SIZES.block_size, CPU)
+    tables.update(slices)
+    return arrange(slices, tables, SIZES)
+
+
+def written(step: Step, layout: Layout) -> StepInputs:
+    inputs = layout.carve(np.full(layout.size, 77, np.int32))  # from the step before
+    step.write(inputs)
+    return inputs
+
+
+def test_rows_are_decodes_first_then_prompts() -> None:
+    step = arranged(
+        piece(3, [1, 2, 3], 4, 3),
+        piece(5, [4, 5, 6], 9),
+        piece(1, [7], 0, 2),
+        piece(2, [8, 9], 5, tokens=()),
+    )
+    assert step.order == (1, 3, 0, 2)
+    assert [one.slot for one in step.slices] == [5, 2, 3, 1]
+    assert step.last_rows.tolist() == [0, 1, 4, 6]
+    assert not step.is_decode
+    inputs = written(step, step.layout)
+    assert inputs.tokens.tolist() == [500, -1, 300, 301, 302, 100, 101]  # -1: its own last sample
+    assert inputs.positions.tolist() == [9, 5, 4, 5, 6, 0, 1]
+    assert inputs.slots.tolist() == [5, 2, 3, 3, 3, 1, 1]
+    assert inputs.narrow.tolist() == [[0, 1, 5, 0, 10, 0], [1, 1, 2, 0, 6, 0]]
+    assert sorted(inputs.wide.tolist()) == [[2, 3, 3, 0, 7, 0], [5, 2, 1, 0, 2, 0]]
+    assert not inputs.first_parts.any()
+
+
+def test_padding_is_nobodys_and_does_nothing() -> None:
+    long = list(range(1, 60))
+    step = arranged(piece(4, long, 200), piece(0, [70], 2))
+    assert step.is_decode
+    assert step.work.first_parts.tolist() == [0, 2, 2]  # the first is split
+    inputs = written(step, Layout(6, 9, 4))
+    assert inputs.tokens.tolist() == [400, 0, 0, 0, 0, 0]
+    assert inputs.positions.tolist() == [200, 2, 0, 0, 0, 0]
+    assert inputs.slots.tolist() == [4, 0, -1, -1, -1, -1]
+    assert inputs.first_parts.tolist() == [0, 2, 2, 2, 2, 2, 2]  # no parts to merge
+    assert inputs.narrow[:, 1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert inputs.wide[:, 1].tolist() == [0, 0, 0, 0]
+    assert np.array_equal(inputs.narrow[:3], step.work.narrow)
+
+
+def test_siblings_come_side_by_side() -> None:
+    head = list(range(1, 41))  # 160 keys
+    family = [piece(slot, [*head, 100 + slot], 160 + slot % 3) for slot in range(0, 10, 2)]
+    strangers = [piece(slot, [200 + slot, 300 + slot], 5) for slot in (1, 3)]
+    step = arranged(family[0], strangers[0], family[1], strangers[1], *family[2:])
+    assert [one.slot for one in step.slices] == [0, 2, 4, 6, 8, 1, 3]  # by their first block, else as they were
+    assert step.order == (0, 2, 4, 5, 6, 1, 3)
+    assert step.is_decode
+    inputs = written(step, step.layout)
+    assert sorted(inputs.wide.tolist()) == [[0, 5, 0, 0, 128, 0], [0, 5, 0, 128, 160, 1]]
+    assert inputs.slots.tolist() == [0, 2, 4, 6, 8, 1, 3]
+    assert inputs.positions.tolist() == [160, 162, 161, 160, 162, 5, 5]
+    assert inputs.tokens.tolist() == [0, 200, 400, 600, 800, 100, 300]
+
+
+def test_staging_takes_turns_and_grows() -> None:
+    staging = Staging(CPU)
+    out = torch.zeros(100, dtype=torch.int32)
+    seen = []
+    for turn in range(5):
+        host = staging.begin(10 + 10 * turn)
+        assert len(host) >= 10 + 10 * turn
+        host[: 10 + 10 * turn] = turn
+        seen.append(host)
+        staging.send(10 + turn, out)
+        assert out[: 10 + turn].eq(turn).all()
+    assert (seen[4][:50] == 4).all()
+    assert (seen[3][:40] == 3).all()  # what may still be read is not written
+    assert (seen[2][:30] == 2).all()
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 15, 16, 17, 64, 65, 96, 100, 128, 256, 1000, 4096])
+def test_sizes_of_graphs(max_seqs: int) -> None:
+    sizes = graph_sizes(max_seqs)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_seqs
+    for count in range(1, max_seqs + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size - count < max(count, 32)  # little padding
+
+
+class Graphs(DecodeGraphs):
+    """Over a pass that says what it saw: the tokens."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.runs: list[tuple[int, bool]] = []
+        self.is_compiled = True
+        self.is_short_of_memory = False
+        super().__init__(sizes, self.room_of, self.compute, lambda: self.is_compiled, CPU)
+
+    def room_of(self, num_rows: int, is_wide: bool) -> Layout:
+        return Layout(num_rows, num_rows + 5, num_rows if is_wide else 0)
+
+    def compute(self, inputs: StepInputs, has_parts: bool) -> None:
+        self.runs.append((len(inputs.tokens), has_parts))
+        self.seen: list[int] = inputs.tokens.tolist()
+        if self.is_short_of_memory:
+            raise torch.OutOfMemoryError("of 96 MiB there are 7")
+
+    def kinds(self) -> list[Kind]:
+        return list(self._graphs)
+
+
+def test_graphs_are_prepared_the_largest_first() -> None:
+    graphs = Graphs([1, 4, WHOLE_SIZE, 128])
+    num_calls = 0
+    while graphs.prepare():
+        num_calls += 1
+    assert graphs.kinds() == [
+        Kind(128, False, True),
+        Kind(128, False, False),  # contexts are seldom split there
+        Kind(WHOLE_SIZE, False, True),
+        Kind(WHOLE_SIZE, False, False),
+        Kind(4, False, True),
+        Kind(1, False, True),
+    ]
+    assert num_calls == 6
+    assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
+    graphs = Graphs([1, 4, 100])
+    assert graphs.find(Layout(3, 3, 0), has_parts=True) is None  # not there yet
+    while graphs.prepare():
+        pass
+
+    def found(num_rows: int, num_narrow: int, num_wide: int = 0, *, has_parts: bool = True) -> Any:
+        graph = graphs.find(Layout(num_rows, num_narrow, num_wide), has_parts=has_parts)
+        if graph is None:
+            return None
+        graph.recording.replay()
+        return graphs.runs[-1]
+
+    assert found(1, 1) == (1, True)
+    assert found(2, 2) == found(4, 9) == (4, True)
+    assert found(4, 10) is None  # more items than it has room for
+    assert found(5, 10) == (100, True)
+    assert found(5, 10, has_parts=False) == (100, False)
+    assert found(2, 2, has_parts=False) == (4, True)  # small ones always merge
+    assert found(101, 101) is None
+    assert found(3, 3, 1) is None  # those for siblings come when siblings do
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
+    graphs = Graphs([1, 4])
+    layout = Layout(3, 4, 2 if is_wide else 0)
+    for _ in range(MAX_MISSES - 1):
+        assert graphs.find(layout, has_parts=True) is None
+    assert graphs.find(Layout(3, 10, 0), has_parts=True) is None  # what it could not hold is no miss
+    assert graphs.find(Layout(1, 1, 0), has_parts=True) is None  # nor is another size
+    assert not graphs.runs
+    graph = graphs.find(layout, has_parts=True)
+    assert graph is not None
+    assert graphs.kinds() == [Kind(4, is_wide, True)]
+    assert graphs.find(layout, has_parts=True) is graph
+    graph.recording.replay()
+    assert graphs.runs == [(4, True)]
+
+
+def test_none_is_captured_under_load_before_its_kernels_are_compiled() -> None:
+    graphs = Graphs([1, 4])
+    graphs.is_compiled = False
+    for _ in range(3 * MAX_MISSES):
+        assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
+    assert not graphs.runs
+    graphs.is_compiled = True
+    assert graphs.find(Layout(3, 4, 0), has_parts=True) is not None
+
+
+def test_what_cannot_be_captured_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Graphs([1, 4])
+    graphs.is_short_of_memory = True
+    assert graphs.prepare()
+    assert "a graph of 4 rows was not captured: of 96 MiB there are 7" in caplog.text
+    graphs.is_short_of_memory = False
+    assert graphs.prepare()
+    assert not graphs.prepare()
+    for _ in range(2 * MAX_MISSES):
+        assert graphs.find(Layout(3, 4, 0), has_parts=True) is None
+    assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
+
+
+def test_a_replay_reads_the_inputs_where_they_are() -> None:
+    graphs = Graphs([2, 4])
+    graphs.inputs.fill_(77)  # of the step before
+    while graphs.prepare():
+        pass
+    graph = graphs.find(Layout(3, 3, 0), has_parts=True)
+    assert graph is not None
+    inputs = graph.layout.carve(graphs.inputs)
+    assert inputs.slots.tolist() == [-1] * 4  # captured on padding
+    assert not inputs.narrow[:, 1].any()
+    inputs.tokens.copy_(torch.tensor([5, 6, 7, 0]))
+    graph.recording.replay()
+    assert graphs.seen == [5, 6, 7, 0]
+
+
+def test_what_sampling_reads_fits_behind_the_inputs_of_every_graph() -> None:
+    graphs = Graphs([1, 4, 100])
+    for size in (1, 4, 100):
+        for is_wide in (False, True):
+            assert graphs.room_of(size, is_wide).size + SAMPLED * size <= len(graphs.inputs)
