@@ -24,7 +24,7 @@ KINDS = (
     ("attention", r"^_attend|^_merge|flash|fmha|attention"),
     (
         "matrix products",
-        r"nvjet|gemm|gemv|splitk|cutlass|cublas|xmma|matmul|^_(product|linear)|aten::(linear|mm|addmm|bmm|mv|addmv)",
+        r"nvjet|gemm|gemv|splitk|cutlass|cublas|xmma|matmul|^_(row_product|tile_product)|aten::(linear|mm|addmm|bmm|mv|addmv)",
     ),
     ("sampling", r"^_(measure|weigh|pick|find_floors|change|count|edit)\b|softmax|sort|topk|argmax|multinomial"),
     ("norms, rope, activation", r"^_(norm|gated|embed|rope_store)\b|rms_?norm|silu|gelu"),
@@ -100,8 +100,8 @@ class _Recorder:
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
-        activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-        self._profiler = profile(activities=[activity])
+        self._profiler: profile | None = None
+        self._trace: dict[str, Any] = {"traceEvents": []}
 
     def switch(self, number: int) -> None:
         if number not in (self._steps.start, self._steps.stop):
@@ -109,15 +109,18 @@ class _Recorder:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if number == self._steps.start:
+            activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+            self._profiler = profile(activities=[activity])
             self._profiler.start()
-        else:
+        elif self._profiler is not None:
             self._profiler.stop()
+            with TemporaryDirectory() as folder:  # at once: the next profiler would take its place
+                path = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(path))
+                self._trace = json.loads(path.read_text())
 
     def events(self) -> list[Event]:
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            return read_events(json.loads(path.read_text()))
+        return read_events(self._trace)
 
 
 def read_events(trace: dict[str, Any]) -> list[Event]:
@@ -146,8 +149,8 @@ def summarise(what: str, num_steps: int, wall_ms: float, events: Iterable[Event]
         by_kind[kind_of(event.name)] += own
         by_name[event.name] += own
         covered = max(covered, event.end)
-    if first is None or covered is None:
-        raise RuntimeError(f"the profiler saw nothing run in {num_steps} steps")
+    if first is None or covered is None or covered == first:
+        raise RuntimeError(f"the profiler saw nothing run in {num_steps} steps ({num_kernels} events)")
     top = sorted(by_name, key=by_name.__getitem__, reverse=True)[:MAX_LISTED]
     return Window(
         what=what,

@@ -8,6 +8,7 @@ The child says when it has come how far; the parent, which started it, looks at 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def say(what: str, **values: float) -> None:
 
 
 def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
+    logging.basicConfig(level=logging.INFO)  # says where the time goes
     from quire.core.request import SamplingParams
     from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
     from quire.engine.engine import Engine

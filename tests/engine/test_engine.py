@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from quire.backends.base import Capacity, TokenMasks
+from quire.backends.base import DEFAULT_MAX_SEQS, Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
 from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.build import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest
@@ -285,3 +286,32 @@ def test_a_request_that_ends_before_its_prompt_is_there_pins_nothing(end: str) -
     engine.add(1, list(range(20)), GREEDY)  # the same id, and no pins
     drain(engine)
     assert len(engine.scheduler.cache.pins) == 0
+
+
+def sizes(capacity: Capacity, config: EngineConfig) -> tuple[int, int, int]:
+    scheduler = make_scheduler(FakeRunner(capacity), config)
+    planner = scheduler._planner
+    return scheduler.running.max_seqs, planner.max_step_tokens, planner.max_chunk_tokens
+
+
+def test_sizes_nobody_named_are_the_runners() -> None:
+    """A GPU says other sizes than a CPU. What the user says counts more; a step has room for everyone's next token."""
+    capacity = replace(CAPACITY, max_seqs=100, max_step_tokens=5000, max_chunk_tokens=3000)
+    assert sizes(capacity, EngineConfig()) == (100, 5000, 3000)
+    assert sizes(capacity, EngineConfig(max_step_tokens=400, max_chunk_tokens=30)) == (100, 400, 30)
+    assert sizes(capacity, EngineConfig(max_step_tokens=7)) == (100, 100, 3000)
+    unnamed = EngineConfig().backend_options()
+    assert unnamed.max_seqs is unnamed.max_step_tokens is unnamed.max_chunk_tokens is None
+    assert EngineConfig(max_seqs=9, max_step_tokens=90).backend_options().max_seqs == 9
+
+
+def test_what_a_cpu_and_a_fake_choose(tiny_model: Path) -> None:
+    for backend in ("torch", "fake"):
+        config = EngineConfig(backend=backend, device="cpu" if backend == "torch" else "auto", num_blocks=50)
+        engine = make_engine(tiny_model, config)
+        capacity = engine.capacity
+        assert (capacity.max_seqs, capacity.max_step_tokens, capacity.max_chunk_tokens) == (DEFAULT_MAX_SEQS, 2048, 512)
+        engine.close()
+    engine = make_engine(tiny_model, EngineConfig(device="cpu", num_blocks=50, max_seqs=5))
+    assert engine.capacity.max_seqs == engine.scheduler.running.max_seqs == 5
+    engine.close()

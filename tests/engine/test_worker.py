@@ -19,6 +19,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.channel import Gone
 from quire.engine.client import EngineClient
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
@@ -499,6 +500,79 @@ def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatc
         assert news == [Working(30.0), Stepped(())]
     else:
         assert "no sign of life for 0.7 s" in ends[0]
+
+
+# Preparing
+
+
+class _Preparing(FakeRunner):
+    """Has `num_pieces` to make ready; fails at one of them, if told to. Notes whether anybody waited meanwhile."""
+
+    def __init__(self, num_pieces: int, failing: int = -1) -> None:
+        super().__init__(
+            Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50, has_overlap=False)
+        )
+        self.engine = Engine(self, make_scheduler(self, EngineConfig()))
+        self.num_left = num_pieces
+        self.num_calls = 0
+        self.was_busy: list[bool] = []
+        self._failing = failing
+
+    def prepare(self) -> bool:
+        self.was_busy.append(self.engine.has_work)
+        self.num_calls += 1
+        if self.num_calls == self._failing:
+            raise RuntimeError("no memory for a graph")
+        self.num_left -= 1
+        return self.num_left > 0
+
+
+class _Script(_Recorder):
+    """A channel on which orders arrive at given calls. Notes how long the worker was ready to sleep at each."""
+
+    def __init__(self, orders: dict[int, Any], num_calls: int) -> None:
+        super().__init__()
+        self._orders = orders
+        self._num_calls = num_calls
+        self.sleeps: list[float | None] = []
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        self.sleeps.append(timeout_s)
+        if len(self.sleeps) > self._num_calls:
+            raise Gone
+        return [order] if (order := self._orders.get(len(self.sleeps))) is not None else []
+
+
+def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
+    """The tokens that came back."""
+    worker = Worker(channel, runner.engine, Observer())  # type: ignore[arg-type]
+    with pytest.raises(Gone):
+        worker.run()
+    steps = [message for message in channel.said if isinstance(message, Stepped)]
+    return [token for step in steps for output in step.outputs for token in output.tokens]
+
+
+def ask(request_id: int) -> Add:
+    return Add((request_id,), (1, 2, 3), SamplingParams(temperature=0, max_tokens=5), Priority.NORMAL, "")
+
+
+def test_a_runner_prepares_while_nobody_waits() -> None:
+    runner, channel = _Preparing(num_pieces=6), _Script({3: ask(1), 9: ask(2)}, num_calls=30)
+    tokens = serve_script(runner, channel)
+    assert len(tokens) == 10
+    assert tokens[:5] == tokens[5:]
+    assert runner.was_busy == [False] * 6  # two before the first request, one between, three after
+    assert runner.num_calls == 6  # it says itself when nothing is left
+    assert channel.sleeps[:16] == [0.0] * 16  # orders are looked for between pieces and steps, without a wait
+    assert channel.sleeps[-1] is None  # in the end it sleeps
+
+
+def test_a_failure_to_prepare_ends_preparing_not_serving(caplog: pytest.LogCaptureFixture) -> None:
+    runner, channel = _Preparing(num_pieces=6, failing=3), _Script({5: ask(1)}, num_calls=30)
+    assert len(serve_script(runner, channel)) == 5
+    assert runner.num_calls == 3
+    assert "no memory for a graph" in caplog.text
+    assert channel.sleeps[-1] is None
 
 
 # The wire

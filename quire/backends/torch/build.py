@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import torch
@@ -36,15 +37,17 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     max_context = options.max_context or spec.max_context
     if max_context > spec.max_context:
         raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
-    is_fused = device.type == "cuda" and _has_triton()
     max_seqs = options.max_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
-        if is_fused:
-            from quire.backends.torch.build_cuda import make_cuda_runner  # Triton is not everywhere
+        if device.type == "cuda" and _has_triton():
+            from quire.backends.torch import build_cuda  # Triton is not everywhere
 
-            return make_cuda_runner(
-                checkpoint, options, dtype, device, progress, max_seqs=max_seqs, max_context=max_context
-            )
+            compiling = build_cuda.start_compiling(spec, dtype, options.block_size, device)
+            if _works():  # takes a second or two, the first time
+                return build_cuda.make_cuda_runner(
+                    checkpoint, options, dtype, device, compiling, progress, max_seqs=max_seqs, max_context=max_context
+                )
+            compiling.cancel()
         weights = load_weights(checkpoint, dtype, device, progress)
         model = MODELS[spec.family](spec, weights, max_context)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
@@ -55,15 +58,22 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 
 
 def _has_triton() -> bool:
-    """Whether it works here, not only whether it is installed: it compiles C for itself when it is first used."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.warning("Triton is not installed: this GPU runs the plain path, many times slower. pip install triton")
+    return False
+
+
+def _works() -> bool:
+    """Whether Triton can be used here: it compiles some C for itself when it first is."""
     try:
         import triton
 
         triton.runtime.driver.active.get_current_target()
     except Exception as error:
         log.warning(
-            "Triton does not work here, so this GPU runs the plain path, many times slower. It comes with PyTorch, and"
-            " needs a C compiler, Python's headers and a folder it may write (TRITON_CACHE_DIR): %s",
+            "Triton does not work here, so this GPU runs the plain path, many times slower. It needs a C compiler,"
+            " Python's headers and a folder it may write (TRITON_CACHE_DIR): %s",
             error,
         )
         return False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from operator import sub
 
 import torch
+from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.torch.compiling import Compiling, first_calls, launch
@@ -30,27 +33,40 @@ GRAPH_BYTES = 4 << 20  # what the driver keeps of a captured graph, beside the m
 log = logging.getLogger(__name__)
 
 
+def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Compiling:
+    """What every step needs, beside this process, which goes on."""
+    major, minor = torch.cuda.get_device_capability(device)
+    target = GPUTarget("cuda", 10 * major + minor, 32)  # as Triton's driver says, once it runs
+    return Compiling(first_calls(spec, dtype, block_size, torch.device("meta")), target)
+
+
 def make_cuda_runner(
     checkpoint: Checkpoint,
     options: BackendOptions,
     dtype: torch.dtype,
     device: torch.device,
+    compiling: Compiling,
     progress: Progress | None,
     *,
     max_seqs: int,
     max_context: int,
 ) -> CudaRunner:
-    compiling = Compiling(first_calls(checkpoint.spec, dtype, options.block_size, torch.device("meta")))
+    clock = [time.monotonic()]
     weights = load_weights(checkpoint, dtype, device, progress)
     model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_context)
+    clock.append(time.monotonic())
     compiling.wait()
+    clock.append(time.monotonic())
     launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
+    clock.append(time.monotonic())
     step_tokens = max(options.max_step_tokens or default_step_tokens(model.spec), max_seqs)
     needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
     reserved = needed + _reserved_for_graphs(needed, step_tokens, max_seqs) + _reserved_for_rare(model.spec, max_seqs)
     free, total = torch.cuda.mem_get_info(device)
     pool = PoolRequest(model.spec, dtype, options, max_seqs=max_seqs, max_context=max_context)
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
+    clock.append(time.monotonic())
+    log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
     log.info("a step needs up to %.2f GB, graphs and margin included %.2f GB", needed / 1e9, reserved / 1e9)
     store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
     return CudaRunner(

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 
 from quire.backends.machine import usable_cores
 from quire.backends.torch.kernels.attention import Parts, attend, merge, tilings
@@ -53,15 +55,13 @@ Calls = list[Callable[[], object]]  # each launches a kernel, in the form in whi
 class Compiling:
     """Under way from the start. `calls` are on tensors of the device "meta"."""
 
-    def __init__(self, calls: Calls) -> None:
-        driver = triton.runtime.driver.active
-        target, launcher = driver.get_current_target(), driver.launcher_cls
+    def __init__(self, calls: Calls, target: GPUTarget) -> None:
         count = min(len(calls), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: these children need none
             self._children = [
-                context.Process(target=_compile, args=(calls[number::count], target, launcher), daemon=True)
+                context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
                 for number in range(count)
             ]
             try:
@@ -81,6 +81,10 @@ class Compiling:
         if time.monotonic() > self._deadline_s:
             self.wait()
         return any(child.is_alive() for child in self._children)
+
+    def cancel(self) -> None:
+        self._deadline_s = 0.0
+        self.wait()
 
     def wait(self) -> None:
         """Until all are done, or their time is up."""
@@ -102,7 +106,7 @@ def launch(calls: Calls, device: torch.device) -> None:
 class _NoDevice:
     """Stands for the GPU's driver where nothing is launched."""
 
-    def __init__(self, target: object) -> None:
+    def __init__(self, target: GPUTarget) -> None:
         self._target = target
 
     def get_current_device(self) -> int:
@@ -115,7 +119,7 @@ class _NoDevice:
         return self._target
 
 
-def _compile(calls: Calls, target: object, launcher: Callable[..., object]) -> None:
+def _compile(calls: Calls, target: GPUTarget, launcher: Callable[..., object] = CudaLauncher) -> None:
     """In a child: every launch ends where the kernel is compiled."""
     os.closerange(3, 4096)  # what the parent has open must end with the parent
     jit: Any = triton.JITFunction

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
@@ -164,7 +165,8 @@ class CudaRunner:
 
     def _may_capture(self) -> bool:
         if self._later is None and self._is_cuda:
-            self._later = Compiling(later_calls(self.model.spec, self.store.dtype, self.store.block_size))
+            calls = later_calls(self.model.spec, self.store.dtype, self.store.block_size)
+            self._later = Compiling(calls, triton.runtime.driver.active.get_current_target())
         return self._later is None or not self._later.is_running
 
     # Forward

@@ -21,7 +21,7 @@ from tests.backends.torch.kernels.device import DEVICE
 
 SIZES = {
     "hidden_size": 512,
-    "intermediate_size": 1024,
+    "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -49,6 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 80,
         "attn_logit_softcapping": 30.0,
         **SIZES,
+        "hidden_size": 576,  # too odd for tiles: `_tile_product` is compiled for the other
+        "intermediate_size": 500,
         "head_dim": 80,
     },
 }
@@ -76,7 +78,7 @@ def test_every_kernel_compiles_for_an_h200(name: str, tmp_path: Path) -> None:
     if (problem := ptxas_problem()) is not None:
         pytest.skip(problem)
     cache = tmp_path / "cache"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.torch.compile_child", str(write_config(name, tmp_path))],
@@ -86,8 +88,9 @@ def test_every_kernel_compiles_for_an_h200(name: str, tmp_path: Path) -> None:
     compiled = {path.stem for path in cache.glob("*/*.cubin")}
     sampling = {"_change", "_count", "_edit", "_find_floors", "_measure", "_pick", "_weigh"}
     blocks = {"_copy_blocks", "_update_tables"}
-    layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product", "_tile_product"}
-    assert compiled == sampling | blocks | layers
+    layers = {"_attend", "_embed", "_gated", "_merge", "_norm", "_rope_store", "_row_product"}
+    tiles = {"_tile_product"} if name == "qwen3" else set()
+    assert compiled == sampling | blocks | layers | tiles
 
 
 class Launches:
@@ -95,6 +98,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_run: bool) -> None:
         self.forms: set[tuple[object, ...]] = set()
+        self.is_run = is_run
         original: Any = interpreter.InterpretedFunction.run
 
         def run(kernel: Any, *args: Any, **options: Any) -> None:
@@ -102,7 +106,7 @@ class Launches:
             types = tuple((name, value.dtype if isinstance(value, Tensor) else None) for name, value in values.items())
             constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
             self.forms.add((kernel.fn.__name__, types, *sorted(constants.items())))
-            if is_run:
+            if self.is_run:
                 original(kernel, *args, **options)
 
         monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
@@ -125,7 +129,9 @@ def test_what_steps_launch_was_compiled_ahead(name: str, tmp_path: Path, monkeyp
     launches = Launches(monkeypatch, is_run=True)
     rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))
     assert launches.forms <= first
-    assert {"_merge", "_find_floors"} >= {form[0] for form in first - launches.forms}  # nothing was split or cut off
+    others = {form[0] for form in first - launches.forms}
+    assert others <= {"_merge", "_find_floors", "_weigh"}  # nothing was split, no top-p asked for
+    launches.is_run = False
     with torch.inference_mode():
         while rig.runner._graphs.prepare():
             pass

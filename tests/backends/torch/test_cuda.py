@@ -88,6 +88,7 @@ def test_siblings_read_their_head_once(llama: Reference, has_graphs: bool, monke
     rig = FusedRig(llama.path)
     if has_graphs:
         monkeypatch.setattr(graphs, "MAX_MISSES", 2)
+        monkeypatch.setattr(rig.runner._graphs, "_may_capture", lambda: True)  # on a GPU: compiles then and there
     head = prompt(64)
     first = rig.answer([*head, 5], 1)
     assert not first.num_cached_tokens
@@ -122,9 +123,12 @@ PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_part
 @pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
 def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row and of two, in a model wide enough for them. Gemma norms the parts before they are added."""
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}
+    products = PRODUCTS
     if name == "gemma3":
-        sizes["layer_types"] = ["full_attention"]  # type: ignore[assignment]
+        sizes |= {"intermediate_size": 512, "layer_types": ["full_attention"]}
+    else:  # narrow inside: no parts
+        products = [product for product in PRODUCTS if product != "product_in_parts"]
     reference = small(name, tmp_path, **sizes)
     rig = FusedRig(tmp_path, max_seqs=2)
     used: Counter[str] = Counter()
@@ -143,12 +147,12 @@ def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatc
     rig.run(*ids)
     assert not used  # without a graph they are the library's
     prepare(rig)
-    assert all(used[product] for product in PRODUCTS)
+    assert set(used) == set(products)
     rig.reset()
     before = used.copy()
     ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 3)]  # two rows, then one
     answers = rig.run(*ids)
-    assert all(used[product] > before[product] for product in PRODUCTS)
+    assert all(used[product] > before[product] for product in products)
     for request_id, tokens in zip(ids, prompts, strict=True):
         check(reference, tokens, answers[request_id])
 
@@ -182,7 +186,7 @@ def test_samples_are_those_of_the_reference(llama: Reference, has_graphs: bool) 
             unknown.append(sum(not piece.tokens for piece in plan.slices))
 
         one.engine.on_plan = watch
-        ids = [one.start(prompt(3 + 2 * number, number), 6, **wishes) for number, wishes in enumerate(WISHES)]
+        ids = [one.start(prompt(3 + 2 * number, number), 5, **wishes) for number, wishes in enumerate(WISHES)]
         found.append(one.run(*ids))
     assert max(unknown) == len(WISHES)
     assert len({tuple(answer.tokens) for answer in found[0].values()}) == len(WISHES)

@@ -320,7 +320,7 @@ def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
     assert graphs.kinds() == [Kind(4, is_wide, True)]
     assert graphs.find(layout, has_parts=True) is graph
     graph.recording.replay()
-    assert graphs.runs == [(4, True)]
+    assert set(graphs.runs) == {(4, True)}
 
 
 def test_none_is_captured_under_load_before_its_kernels_are_compiled() -> None:

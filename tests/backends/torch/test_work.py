@@ -157,6 +157,10 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
             check_room(case, work)
         for items in (work.narrow, work.wide):
             assert (np.diff(items[:, 4] - items[:, 3]) <= 0).all()  # the longest first
+            for row in np.unique(items[:, 0]):  # whole tiles of keys, but for the last piece
+                pieces = items[items[:, 0] == row]
+                lengths = (pieces[:, 4] - pieces[:, 3])[pieces[:, 4] < pieces[:, 4].max()]
+                assert not (lengths % MIN_CHUNK).any()
         assert (work.narrow[:, 1] == 1).all()
         num_wide += len(work.wide)
         num_split += int(work.first_parts[-1]) > 0

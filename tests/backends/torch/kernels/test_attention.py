@@ -162,7 +162,7 @@ def check(step: Step, *, window: int = 0, cap: float = 0.0, padding: int = 2) ->
     assert float((out.cpu().double() - expected).abs().max()) < BOUNDS[out.dtype]
 
 
-MIXED = Company((0, 40, 201), ((0, 9), (37, 20)), (5, 192), target=12)
+MIXED = Company((0, 40, 201), ((0, 9), (37, 20)), (5, 160), target=12)  # 160: not whole tiles of keys
 SHAPES = [
     Shape(2, 2, 16, 8),
     Shape(4, 2, 32, 32),
@@ -222,13 +222,13 @@ def test_steps_of_one_kind(company: Company) -> None:
 
 def test_random_steps() -> None:
     rng = Random(0)
-    for seed in range(30 * NUM_ROUNDS if DEVICE == "cuda" else 8):
+    for seed in range(30 * NUM_ROUNDS if DEVICE == "cuda" else 6):
         num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
         head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
         company = Company(
             decodes=tuple(rng.randrange(500) for _ in range(rng.randrange(4))),
             prompts=tuple((rng.choice([0, rng.randrange(200)]), rng.randrange(2, 40)) for _ in range(rng.randrange(3))),
-            siblings=(rng.randrange(4, 9), rng.choice([128, 192, 320])) if rng.random() < 0.5 else (1, 64),
+            siblings=(rng.randrange(4, 9), rng.choice([128, 160, 352])) if rng.random() < 0.5 else (1, 64),
             target=rng.choice([1, 10, 100, 1000]),
         )
         step = make_step(Shape(num_kv_heads * num_groups, num_kv_heads, head_size, block_size), company, seed)
