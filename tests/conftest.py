@@ -40,6 +40,8 @@ LONG_FILES = (
     "test_docs.py",
     "test_chaos.py",
     "test_hostile.py",
+    "test_cuda.py",
+    "test_compiling.py",
 )
 
 

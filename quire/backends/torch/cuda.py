@@ -260,7 +260,8 @@ class CudaRunner:
         """What a graph must hold: `work` cuts so that there are never more items than this."""
         sizes = self._sizes
         num_narrow = num_rows + sizes.target // sizes.num_kv_heads + 1
-        num_wide = 2 * (num_rows // MIN_SIBLINGS) + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
+        num_tiles = 2 * -(-num_rows // min(sizes.rows_per_item, MIN_SIBLINGS))
+        num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
         return Layout(num_rows, num_narrow, num_wide)
 
     def _run(self, inputs: StepInputs, *, has_parts: bool, is_graph: bool) -> Tensor:
