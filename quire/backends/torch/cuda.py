@@ -226,7 +226,7 @@ class CudaRunner:
             update_tables(self._tables.device, tail[0][:num_updates], tail[0][num_updates:])
         if graph is None:
             inputs = layout.carve(device)
-            hidden = self._run(inputs, has_parts=bool(step.work.first_parts[-1]), is_graph=False)
+            hidden = self._run(inputs, num_merged=step.work.num_merged, is_graph=False)
             logits = self.model.logits(hidden[tail[2]]) if places else None
             sound = torch.isfinite(hidden[tail[1]].float().sum(-1)) if num_sampled < num_slices else None
             prompts = self._prompt_logprobs(step, hidden)
@@ -254,7 +254,7 @@ class CudaRunner:
             return None
         if any(piece.sampling.prompt_logprobs is not None and _is_in_prompt(piece) for piece in step.slices):
             return None
-        return self._graphs.find(step.layout, has_parts=bool(step.work.first_parts[-1]))
+        return self._graphs.find(step.layout, has_parts=step.work.num_merged > 0)
 
     def _room(self, num_rows: int, is_wide: bool) -> Layout:
         """What a graph must hold: `work` cuts so that there are never more items than this."""
@@ -264,11 +264,11 @@ class CudaRunner:
         num_wide = num_tiles + sizes.wide_target // sizes.num_kv_heads + 1 if is_wide else 0
         return Layout(num_rows, num_narrow, num_wide)
 
-    def _run(self, inputs: StepInputs, *, has_parts: bool, is_graph: bool) -> Tensor:
-        return self.model.forward(FusedPass(inputs, self._state, has_parts=has_parts, is_graph=is_graph))
+    def _run(self, inputs: StepInputs, *, num_merged: int, is_graph: bool) -> Tensor:
+        return self.model.forward(FusedPass(inputs, self._state, num_merged=num_merged, is_graph=is_graph))
 
     def _run_graph(self, inputs: StepInputs, has_parts: bool) -> None:
-        hidden = self._run(inputs, has_parts=has_parts, is_graph=True)
+        hidden = self._run(inputs, num_merged=len(inputs.tokens) if has_parts else 0, is_graph=True)
         self.model.logits(hidden, out=self._graph_logits[: len(hidden)])
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:

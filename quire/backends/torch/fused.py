@@ -38,10 +38,10 @@ class DeviceState(NamedTuple):
 
 
 class FusedPass:
-    def __init__(self, inputs: StepInputs, state: DeviceState, *, has_parts: bool, is_graph: bool) -> None:
+    def __init__(self, inputs: StepInputs, state: DeviceState, *, num_merged: int, is_graph: bool) -> None:
         self._inputs = inputs
         self._state = state
-        self._has_parts = has_parts  # a row may be split over several items
+        self._num_merged = num_merged  # rows, from the first, of which some may be split over several items
         self._is_graph = is_graph  # recorded: products may have kernels of their own, compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
@@ -88,8 +88,8 @@ class FusedPass:
                     window=heads.window,
                     cap=heads.cap,
                 )
-        if self._has_parts:
-            merge(state.parts, inputs.first_parts, out, heads.num_kv_heads)
+        if self._num_merged:
+            merge(state.parts, inputs.first_parts, out[: self._num_merged], heads.num_kv_heads)
         return out.view(len(out), -1)
 
     def project(self, x: Tensor, linear: Linear) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from quire.backends.torch.inputs import Layout, StepInputs
 
 SAMPLED = 32  # numbers a row that go down with a step beside its inputs, but for long tables, which go apart
-WHOLE_SIZE = 96  # from here on contexts are seldom split, and a graph without the merge is worth its capture
+WHOLE_SIZE = 48  # from here on contexts are seldom split, and a graph without the merge is worth its capture
 MAX_MISSES = 16  # steps of a size without a graph before it is captured though others wait
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 MIN_CHUNK = 128  # keys: below that, a program costs more to start than to run
+ENOUGH = 0.6  # of the programs wanted: with so many, what is left idle is less than a merge
 MIN_SIBLINGS = 4  # rows that share a head, for which reading it once pays
 MIN_SHARED = 128  # keys of that head
 PIECE = 64  # blocks compared at a time
@@ -42,6 +43,11 @@ class Work(NamedTuple):
     narrow: Ints  # [items, ITEM_FIELDS]: one row each
     wide: Ints  # [items, ITEM_FIELDS]
     first_parts: Ints  # [T + 1]: of each row, where its parts begin; none: its keys are all in one item
+
+    @property
+    def num_merged(self) -> int:
+        """Rows up to the last one that has parts."""
+        return int(np.searchsorted(self.first_parts, self.first_parts[-1]))
 
 
 class Sizes(NamedTuple):
@@ -107,9 +113,9 @@ def plan_work(
     for group in siblings:
         shared[group.first : group.last] = group.shared
     own = starts + 1 - shared
-    chunk = _chunk(int(own.sum()), sizes.num_kv_heads, sizes.target)
+    chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
     tiles = _tiles(siblings, prompts, slots, sizes.rows_per_item)
-    wide_chunk = _chunk(int(tiles[:, 4].sum()), sizes.num_kv_heads, sizes.wide_target)
+    wide_chunk = _chunk(int(tiles[:, 4].sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
     while True:  # few parts: longer pieces, until what waits to be merged fits
         num_chunks = -(-own // chunk)
         wide_chunks = -(-tiles[:, 4] // wide_chunk)
@@ -133,7 +139,7 @@ def plan_work(
 def _plan_decodes(starts: Ints, slots: Ints, sizes: Sizes) -> Work:
     """The same for nothing but decodes on their own, which most steps are."""
     num_keys = starts + 1
-    chunk = _chunk(int(num_keys.sum()), sizes.num_kv_heads, sizes.target)
+    chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
     num_chunks = -(-num_keys // chunk)
     while int(num_chunks.sum()) > sizes.max_parts:
         chunk *= 2
@@ -145,9 +151,16 @@ def _plan_decodes(starts: Ints, slots: Ints, sizes: Sizes) -> Work:
     return Work(_cut(rows, num_chunks, np.zeros_like(slots)), NO_ITEMS, first_parts)
 
 
-def _chunk(num_keys: int, num_kv_heads: int, target: int) -> int:
-    """Keys an item should read, so that about `target` programs share all of them."""
-    return max(-(-num_keys * num_kv_heads // target // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
+def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
+    """Keys an item should read, so that about `target` programs share all of them.
+
+    Where there is nearly a program for each without cutting, only contexts of twice the average are cut: parts must be
+    merged, and that costs more than the last bit of balance gives.
+    """
+    chunk = -(-num_keys * num_kv_heads // target)
+    if num_rows * num_kv_heads >= ENOUGH * target:
+        chunk = max(chunk, 2 * num_keys // num_rows)
+    return max(-(-chunk // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
 
 
 def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], slots: Ints, rows_per_item: int) -> Ints:

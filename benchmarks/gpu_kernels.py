@@ -1,0 +1,216 @@
+"""What single kernels reach on this GPU: bytes or operations a second, beside the library's where it has the same.
+
+    PYTHONPATH=. python benchmarks/gpu_kernels.py
+
+Everything is timed inside CUDA graphs over several layers' memory, so that the cache does not hold it; medians.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.backends.torch.device_sampling import DeviceSampler, fill_params
+from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Tiling, attend, merge, rows_per_item
+from quire.backends.torch.kernels.linear import THIN, is_small, product_in_parts, row_product, tile_product
+from quire.backends.torch.kernels.sampling import NUM_PARAMS
+from quire.backends.torch.work import Prompt, Sizes, find_siblings, plan_work
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+
+LAYERS = 6
+BLOCK, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 32, 8, 128, 16_500
+SHAPES = {"Qwen3-0.6B": 16, "Llama-3-8B": 32}  # query heads
+MATRICES = {
+    "qkv, 0.6B": (4096, 1024),
+    "o, 0.6B": (1024, 2048),
+    "down, 0.6B": (1024, 3072),
+    "qkv, 8B": (6144, 4096),
+    "o, 8B": (4096, 4096),
+}
+
+
+def timed_us(run: Callable[[], None], repeats: int = 20) -> float:
+    """Median time of a replay of what `run` launches."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times: list[float] = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks))
+    return 1000 * times[repeats // 2]
+
+
+def contexts_of_a(step: int, seed: int = 0) -> list[int]:
+    """Contexts of workload A after so many tokens of every answer: those that go on."""
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(256):
+        length = rng.randint(100, 1024)
+        for _ in range(length):
+            rng.randint(0, 10000)
+        prompts.append(length)
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    return [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]
+
+
+class Case:
+    """One step's attention: decodes with these contexts, then prompts of (cached, new) tokens."""
+
+    def __init__(
+        self, contexts: Sequence[int], prompts: Sequence[tuple[int, int]], num_heads: int, pool: Tensor, shared: int = 0
+    ) -> None:
+        device, num_decodes = pool.device, len(contexts)
+        free = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).astype(np.int32) + 1
+        tables = np.zeros((num_decodes + len(prompts), 512), np.int32)
+        head, used = free[: shared // BLOCK], shared // BLOCK
+        for slot, length in enumerate([*contexts, *(cached + new for cached, new in prompts)]):
+            own = -(-length // BLOCK) - (len(head) if slot < num_decodes else 0)
+            row = free[used : used + own]
+            tables[slot, : -(-length // BLOCK)] = np.concatenate([head, row]) if slot < num_decodes else row
+            used += own
+        self.starts = np.array(contexts, np.int32) - 1
+        self.slots = np.arange(num_decodes, dtype=np.int32)
+        self.siblings = find_siblings(tables, self.slots, self.starts, BLOCK) if shared else []
+        self.prompts, positions = [], list(self.starts)
+        for number, (cached, new) in enumerate(prompts):
+            self.prompts.append(Prompt(len(positions), new, cached, num_decodes + number))
+            positions += range(cached, cached + new)
+        self.tables = torch.from_numpy(tables).to(device)
+        self.positions = torch.tensor(np.array(positions, np.int32), device=device)
+        self.q = torch.randn(len(positions), num_heads, HEAD_SIZE, device=device, dtype=pool.dtype)
+        self.out = torch.empty_like(self.q)
+        self.pool, self.parts = pool, Parts.empty(8192, num_heads, HEAD_SIZE, device)
+        self.num_bytes = 4 * KV_HEADS * HEAD_SIZE * (sum(contexts) + sum(cached + new for cached, new in prompts))
+        self.num_ops = sum(4 * num_heads * HEAD_SIZE * new * (cached + new / 2) for cached, new in prompts)
+
+    def us(self, narrow: Tiling = NARROW, wide: Tiling = WIDE, programs: int = 4) -> float:
+        """Microseconds a layer."""
+        num_heads, device = self.q.shape[1], self.pool.device
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+        per_item = rows_per_item(wide, num_heads // KV_HEADS)
+        sizes = Sizes(KV_HEADS, BLOCK, per_item, cores * programs, cores * 2, 8192)
+        work = plan_work(self.starts, self.slots, self.siblings, self.prompts, len(self.q), sizes)
+        first_parts = torch.from_numpy(work.first_parts).to(device)
+        lists = [
+            (torch.from_numpy(items).to(device), tiling) for items, tiling in ((work.narrow, narrow), (work.wide, wide))
+        ]
+
+        def run() -> None:
+            for layer in self.pool:
+                for items, tiling in lists:
+                    if len(items):
+                        attend(
+                            self.q, layer, self.tables, self.positions, items, first_parts, self.parts, self.out,
+                            tiling=tiling, scale=HEAD_SIZE**-0.5, window=0, cap=0.0,
+                        )  # fmt: skip
+                if work.first_parts[-1]:
+                    merge(self.parts, first_parts, self.out, KV_HEADS)
+
+        return timed_us(run) / len(self.pool)
+
+
+def attention() -> None:
+    pool = torch.randn(
+        LAYERS, NUM_BLOCKS, 2, KV_HEADS, BLOCK, HEAD_SIZE, device="cuda", dtype=torch.bfloat16
+    )  # fmt: skip
+    print("\nattention, a layer\n")
+    for shape, num_heads in SHAPES.items():
+        for step in (50, 300, 600, 850, 1000):
+            case = Case(contexts_of_a(step), (), num_heads, pool)
+            us = case.us()
+            rate = case.num_bytes / us / 1e6
+            print(f"{shape}: A after {step:4}, {len(case.starts):3} decodes: {us:6.1f} us, {rate:.2f} TB/s")
+        for name, contexts in (("1 x 256", [256]), ("1 x 8,192", [8192]), ("8 x 8,192", [8192] * 8)):
+            case = Case(contexts, (), num_heads, pool)
+            us = case.us()
+            print(f"{shape}: {name}: {us:6.1f} us, {case.num_bytes / us / 1e6:.2f} TB/s")
+        contexts = [2112 + number for number in range(64)]
+        case = Case(contexts, (), num_heads, pool, shared=2048)
+        shared_us, case.siblings = case.us(), []
+        print(f"{shape}: 64 on a head of 2,048: {shared_us:6.1f} us; each for itself {case.us():6.1f} us")
+        case = Case((), [(0, 512)] * 16, num_heads, pool)
+        us = case.us()
+        print(f"{shape}: 16 prompts of 512: {us:6.1f} us, {case.num_ops / us / 1e6:.0f} TFLOP/s")
+
+
+def products() -> None:
+    """Over many copies of each matrix, as a model's layers are."""
+    print("\nproducts, us (ours / the library's)\n")
+    for name, (outputs, inputs) in MATRICES.items():
+        weights = torch.randn(max(512 * 2**20 // (outputs * inputs * 2), 8), outputs, inputs, device="cuda").bfloat16()
+        cells = []
+        for rows in (1, 4, 16, 32, 64):
+            x = torch.randn(rows, inputs, device="cuda").bfloat16()
+            library = timed_us(lambda x=x, weights=weights: _each(lambda w: F.linear(x, w), weights)) / len(weights)  # type: ignore[misc]
+            product = _ours(rows, weights[0])
+            ours = library
+            if product is not None:
+                ours = timed_us(lambda x=x, p=product, weights=weights: _each(lambda w: p(x, w, None), weights))  # type: ignore[misc]
+                ours /= len(weights)
+            cells.append(f"{rows}: {ours:.1f} / {library:.1f}")
+        print(f"{name}: {', '.join(cells)}")
+
+
+def _each(action: Callable[[Tensor], object], weights: Tensor) -> None:
+    for weight in weights:
+        action(weight)
+
+
+def _ours(rows: int, weight: Tensor) -> Callable[[Tensor, Tensor, None], Tensor] | None:
+    if rows == 1:
+        return row_product
+    if not is_small(rows, weight):
+        return None
+    return product_in_parts if len(weight) <= THIN else tile_product
+
+
+def sampling() -> None:
+    print("\nsampling 256 rows of 151,936, ms\n")
+    vocab_size, rows = 151_936, 256
+    kinds = {
+        "temperature": {},
+        "top-p": {"top_p": 0.9},
+        "top-k and top-p": {"top_k": 50, "top_p": 0.9},
+        "penalties": {"frequency_penalty": 0.5},
+    }
+    device = torch.device("cuda")
+    logits = (2 * torch.randn(rows, vocab_size, device=device)).bfloat16()
+    zeros = torch.zeros(rows, dtype=torch.int32, device=device)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    for name, settings in kinds.items():
+        sampler = DeviceSampler(vocab_size, rows, device)
+        params = SamplingParams(temperature=0.8, **settings)  # type: ignore[arg-type]
+        slices = [SeqSlice(slot, 0, slot, (5,), 9, 1, (), [5] * 10, True, params, 5) for slot in range(rows)]
+        host = np.empty((rows, NUM_PARAMS), np.float32)
+        wishes = fill_params(host, slices)
+        sent, out = torch.from_numpy(host).to(device), torch.empty((2, rows), dtype=torch.int32, device=device)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]  # type: ignore[no-untyped-call]
+        for mark in marks:
+            sampler.sample(logits, slices, wishes, sent, slots, zeros, zeros.clone(), None, out)
+            mark.record()
+        torch.cuda.synchronize()
+        times = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks[1:]))
+        print(f"{name}: {times[len(times) // 2]:.3f}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        print(torch.cuda.get_device_name(), torch.__version__)
+        attention()
+        products()
+        sampling()
