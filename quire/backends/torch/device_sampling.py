@@ -26,6 +26,9 @@ from quire.core.step import SeqSlice
 
 # S rows that sample, R of them whose logits are changed first, V vocabulary
 
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
 _NEVER = float("-inf")
 _NO_FLOOR = (0.0, 0.0, 1.0)  # min-p, top-k, top-p
 
@@ -84,6 +87,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._unprepared = list(_KINDS)
+        self._edits = _Edits()
         self._counts = _TokenCounts(vocab_size, max_seqs, device)
         self._scratch = Scratch.empty(max_seqs, vocab_size, device)
         self._all_rows = torch.arange(max_seqs, dtype=torch.int32, device=device)
@@ -92,6 +96,7 @@ class DeviceSampler:
 
     def release(self, slots: Sequence[int]) -> None:
         self._counts.release(slots)
+        self._edits.release(slots)
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Compile the kernels for one more kind of request, before one comes. False: there is none left."""
@@ -158,7 +163,7 @@ class DeviceSampler:
         pieces = [rows[row] for row in changed]
         counted = [piece.slot if is_penalised(piece) else -1 for piece in pieces]
         news = self._counts.catch_up([(row, rows[row]) for row in changed if is_penalised(rows[row])])
-        edits = _edits(pieces)
+        edits = self._edits.join(pieces)
         where, slots, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
             (
                 np.array(changed, np.int32),
@@ -166,15 +171,13 @@ class DeviceSampler:
                 np.array(_mask_rows(pieces, masks), np.int32),
                 np.array([_penalties(piece) for piece in pieces], np.float32).ravel(),
                 *(np.array(numbers, np.int32) for numbers in news),
-                np.array(edits.places, np.int32),
-                np.array(edits.tokens, np.int32),
-                np.array(edits.values, np.float32),
+                *edits,
             ),
             self._device,
         )
         counts = self._counts.update(resets, entries, last_tokens) if max(counted) >= 0 else self._no_counts
         altered = change(logits, where, counts, slots, penalties, self._send_masks(pieces, masks), mask_rows)
-        if edits.places:
+        if len(edits[0]):
             edit(altered, places, tokens, values)
         return where, altered
 
@@ -245,25 +248,32 @@ class _TokenCounts:
         return self._counts
 
 
-class _Edits(NamedTuple):
-    """To be added to single logits: [place in R, token] += value."""
+class _Edits:
+    """What is to be added to single logits. Those of a request stay the same: made once, joined every step."""
 
-    places: list[int]
-    tokens: list[int]
-    values: list[float]
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[SamplingParams, bool, Ints, Floats]] = {}  # by slot
 
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._known.pop(slot, None)
 
-def _edits(pieces: Sequence[SeqSlice]) -> _Edits:
-    edits = _Edits([], [], [])
-    for place, piece in enumerate(pieces):
-        params = piece.sampling
-        values = dict(params.logit_bias)
-        if is_short(piece):
-            values |= dict.fromkeys(params.stop_token_ids, _NEVER)
-        edits.places.extend([place] * len(values))
-        edits.tokens.extend(values)
-        edits.values.extend(values.values())
-    return edits
+    def join(self, pieces: Sequence[SeqSlice]) -> tuple[Ints, Ints, Floats]:
+        """[place in R, token] += value, as three arrays."""
+        found = [self._of(piece) for piece in pieces]
+        places = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(tokens) for tokens, _ in found])
+        return places, np.concatenate([tokens for tokens, _ in found]), np.concatenate([values for _, values in found])
+
+    def _of(self, piece: SeqSlice) -> tuple[Ints, Floats]:
+        params, is_early = piece.sampling, is_short(piece)
+        known = self._known.get(piece.slot)
+        if known is None or known[0] is not params or known[1] != is_early:
+            values = dict(params.logit_bias)
+            if is_early:
+                values |= dict.fromkeys(params.stop_token_ids, _NEVER)
+            arrays = np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
+            known = self._known[piece.slot] = (params, is_early, *arrays)
+        return known[2], known[3]
 
 
 def _changed_rows(rows: Sequence[SeqSlice], wishes: Wishes, masks: TokenMasks) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.randomness import uniform
-from quire.backends.torch.device_sampling import NUM_PARAMS, DeviceSampler, Wishes, fill_params, rank_prompt
+from quire.backends.torch.device_sampling import NUM_PARAMS, DeviceSampler, Wishes, _Edits, fill_params, rank_prompt
 from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -427,3 +427,21 @@ def test_kernels_are_prepared_once() -> None:
         num_prepared += 1
     assert num_prepared == 4
     assert run(logits, rows, sampler=sampler).tokens == before
+
+
+def test_biases_are_those_of_the_request_that_has_the_slot() -> None:
+    def piece(length: int, **settings: Any) -> SeqSlice:
+        return SeqSlice(1, 0, 3, (5,), length - 1, 1, (), [5] * length, True, SamplingParams(**settings), 2)
+
+    edits = _Edits()
+    first = piece(3, logit_bias={7: 1.0, 9: -2.0}, min_tokens=2, stop_token_ids=(4,), max_tokens=9)
+    places, tokens, values = edits.join([first, first._replace(slot=0, sampling=SamplingParams(logit_bias={1: 3.0}))])
+    assert places.tolist() == [0, 0, 0, 1]
+    assert tokens.tolist() == [7, 9, 4, 1]
+    assert values.tolist() == [1.0, -2.0, float("-inf"), 3.0]
+    later = first._replace(start=9)  # it may end now
+    assert edits.join([later])[1].tolist() == [7, 9]
+    other = piece(3, logit_bias={2: 1.0})
+    assert edits.join([other])[1].tolist() == [2]
+    edits.release([3])
+    assert 3 not in edits._known
