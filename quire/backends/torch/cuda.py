@@ -30,7 +30,14 @@ from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.llama import LlamaModel
-from quire.backends.torch.sampling import Logprobs, join_prompt_logprobs, read_logprobs
+from quire.backends.torch.sampling import (
+    BLOCKED,
+    BROKEN,
+    PROMPT_ROWS,
+    Logprobs,
+    join_prompt_logprobs,
+    read_logprobs,
+)
 from quire.backends.torch.work import MIN_SIBLINGS, Sizes
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
@@ -38,13 +45,10 @@ from quire.weights.names import expected_tensors
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
 
-PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
 PROGRAMS = 4  # of one row each, that keep a multiprocessor busy
 WIDE_PROGRAMS = 2  # of many
 MIN_PARTS = 4096
 POLL_S = 0.01  # how long to wait at a time for what is compiled beside us
-BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
-BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 NO_MEMORY = "out of memory on the device, alone as well: a shorter prompt, or smaller steps, may fit"
 
 log = logging.getLogger(__name__)

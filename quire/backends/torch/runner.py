@@ -16,6 +16,9 @@ from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.llama import LlamaModel
 from quire.backends.torch.sampling import (
+    BLOCKED,
+    BROKEN,
+    PROMPT_ROWS,
     Penalties,
     Sampled,
     join_prompt_logprobs,
@@ -26,10 +29,6 @@ from quire.backends.torch.sampling import (
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 from quire.weights.names import expected_tensors
-
-PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
-BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
-BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,10 @@ from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary
 
+PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
+BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
+BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
+
 TOP_P_CANDIDATES = 1024  # most top-p sets are this small; a full sort of the vocabulary costs thirty times as much
 _NEVER = float("-inf")
 
