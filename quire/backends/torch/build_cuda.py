@@ -67,7 +67,7 @@ def make_cuda_runner(
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
-    log.info("a step needs up to %.2f GB, graphs and margin included %.2f GB", needed / 1e9, reserved / 1e9)
+    log.info("a step needs up to %.2f GB, with graphs and rarer requests %.2f GB", needed / 1e9, reserved / 1e9)
     store = KVStore(model.spec, num_blocks, options.block_size, dtype, device)
     return CudaRunner(
         model,
@@ -101,7 +101,7 @@ def default_step_tokens(spec: ModelSpec) -> int:
 def measure_step(
     model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_seqs: int, max_context: int
 ) -> int:
-    """Bytes that the largest step takes while it runs: everyone's prompt, and a token for each. Compiles the kernels.
+    """Bytes that the largest step takes while it runs: everyone's prompt, and a token for each.
 
     Run on a pool of its own, just large enough, which is given back.
     """

@@ -1,9 +1,9 @@
 """Compiles the kernels a model needs, side by side, while its weights are loaded.
 
-Triton compiles a kernel when it is first launched: half a second each, one after the other, and threads help little
-because most of it is Python. So forked processes compile into Triton's cache on disk, on tensors that are shapes only,
-and never touch the GPU; then this process launches each kernel once on nothing (padding rows, empty items), which finds
-it there. Whatever goes wrong in a child only means that the kernel is compiled later.
+Triton compiles a kernel when it is first launched: half a second each, one after the other. Threads halve that, but
+most of it is Python, which holds up everything else here. So forked processes compile into Triton's cache on disk, on
+tensors that are shapes only, and never touch the GPU; then this process launches each kernel once on nothing (padding
+rows, empty items), which finds it there. Whatever goes wrong in a child only means that the kernel is compiled later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ PATIENCE_S = 60
 
 log = logging.getLogger(__name__)
 
-
 Calls = list[Callable[[], object]]  # each launches a kernel, in the form in which a step launches it, on nothing
 
 
@@ -67,11 +66,7 @@ class Compiling:
             try:
                 for child in self._children:
                     child.start()
-            except (
-                OSError,
-                ValueError,
-                AssertionError,
-            ) as error:  # no fork, no room, or a process that may not have any
+            except (OSError, ValueError, AssertionError) as error:  # no room, or a process that may not have children
                 log.info("kernels are not compiled ahead: %s", error)
         self._children = [child for child in self._children if child.pid is not None]
         self._deadline_s = time.monotonic() + PATIENCE_S

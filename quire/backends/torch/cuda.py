@@ -336,8 +336,9 @@ class CudaRunner:
 
     def _take_results(self, width: int) -> Tensor:
         """Flat: a copy into part of a matrix would go through other memory, and wait."""
-        if self._spare_results and len(self._spare_results[-1]) >= 3 * width:
-            return self._spare_results.pop()
+        while self._spare_results:
+            if len(spare := self._spare_results.pop()) >= 3 * width:
+                return spare  # those that are too short are dropped, or they would gather
         return torch.empty(max(6 * width, 256), dtype=torch.int32, pin_memory=self._is_cuda)
 
     # Results
