@@ -15,6 +15,7 @@ from gpu_workloads import Scale, Workload, write_shape
 
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.collector import calm_collector
 from quire.engine.engine import Engine, EngineOutput
 
 
@@ -88,6 +89,7 @@ class Machine(AbstractContextManager["Machine"]):
         started_s = time.perf_counter()
         self.engine = make_engine(folder, self.config)
         self.loaded_s = time.perf_counter() - started_s
+        calm_collector()  # as a worker does
         self._num_requests = 0
 
     def __exit__(
@@ -96,6 +98,7 @@ class Machine(AbstractContextManager["Machine"]):
         """Everything is given back, so that the next shape finds the card empty."""
         self.engine.close()
         del self.engine
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
 from quire.engine.channel import Channel, Gone
+from quire.engine.collector import calm_collector
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.wire import (
     Add,
@@ -322,6 +323,7 @@ def _load_and_run(channel: Channel) -> int:
         worker = Worker(channel, engine, observer)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
+        calm_collector()
         channel.send(Ready(engine.capacity, engine.scheduler.max_context, engine.runner.facts(), timings_s))
         worker.run(rest)
     finally:

@@ -9,12 +9,13 @@ rows, empty items), which finds it there. Whatever goes wrong in a child only me
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ class Compiling:
     def __init__(self, calls: Calls, target: GPUTarget) -> None:
         count = min(len(calls), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
-        with warnings.catch_warnings():
+        with _no_collection(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: these children need none
             self._children = [
                 context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
@@ -96,6 +97,18 @@ def launch(calls: Calls, device: torch.device) -> None:
         for future in [pool.submit(_launch, call, device) for call in calls]:
             if (error := future.exception()) is not None:
                 log.warning("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A child forked here never collects: it could find tensors of the parent's, and freeing those on the GPU aborts."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _NoDevice:

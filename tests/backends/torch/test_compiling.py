@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.compiling import first_calls, later_calls
+from quire.backends.torch.compiling import Compiling, first_calls, later_calls
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -142,3 +144,11 @@ def test_what_steps_launch_was_compiled_ahead(name: str, tmp_path: Path, monkeyp
 
 def of_few_rows(form: tuple[object, ...]) -> bool:
     return ("ROWS", 32) not in form and ("ROWS", 64) not in form  # larger graphs than these were captured
+
+
+def test_a_child_that_compiles_never_collects(tmp_path: Path) -> None:
+    """Found on a GPU: it collected tensors of the parent's there, and aborted."""
+    found = tmp_path / "found"
+    Compiling([lambda: found.write_text(str(gc.isenabled()))], GPUTarget("cuda", 90, 32)).wait()
+    assert found.read_text() == "False"
+    assert gc.isenabled()
