@@ -101,7 +101,7 @@ def launch(calls: Calls, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A child forked here never collects: it could find tensors of the parent's, and freeing those on the GPU aborts."""
+    """A child forked here never collects: it could find tensors of the parent's, and freeing those aborts."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,6 +15,7 @@ from quire.backends.torch.sampling import BROKEN
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig
+from tests.backends.torch.kernels.device import DEVICE
 from tests.backends.torch.rig import Answer, Rig, same_rows
 
 TOLERANCE = 2e-4  # of log-probabilities, fp32
@@ -153,7 +154,8 @@ def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatc
     before = used.copy()
     ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 3)]  # two rows, then one
     answers = rig.run(*ids)
-    assert all(used[product] > before[product] for product in products)
+    if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU nothing is called any more
+        assert all(used[product] > before[product] for product in products)
     for request_id, tokens in zip(ids, prompts, strict=True):
         check(reference, tokens, answers[request_id])
 

@@ -222,7 +222,7 @@ def test_steps_of_one_kind(company: Company) -> None:
 
 def test_random_steps() -> None:
     rng = Random(0)
-    for seed in range(30 * NUM_ROUNDS if DEVICE == "cuda" else 6):
+    for seed in range(30 if DEVICE == "cuda" else 6):
         num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
         head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
         company = Company(
