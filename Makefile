@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-RUNTIME := $(VENV)/.runtime
+# PyTorch is for GPUs; a CPU does better without it: `make serve BACKEND=torch` has it all the same.
+BACKEND ?= $(if $(wildcard /proc/driver/nvidia/version),torch,native)
+RUNTIME := $(VENV)/.runtime-$(BACKEND)
+NATIVE := quire/backends/native
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(NATIVE)/csrc/*)
 PORT   ?= 8000
 ARGS   ?=
 SEEDS  ?= 2000
@@ -12,33 +16,41 @@ JOBS   ?= auto
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint format sim equality bench clean
+.PHONY: help install serve test lint format sim equality precision bench sanitize clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
 
 install: $(STAMP)  ## build .venv; does nothing when it is up to date
 
-# A venv that is missing or broken is made anew.
-define venv
+# When only C has changed, no dependency has; and with the tools at hand pip compiles only what is new.
+quickly = test -e $@ && echo --no-deps; $(BIN)/python -c 'import scikit_build_core' 2>/dev/null && \
+	command -v cmake >/dev/null && echo --no-build-isolation
+
+# A venv that is missing or broken is made anew. pip builds the C library too.
+define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
 	or newer, $(PYTHON) is %d.%d: say make PYTHON=python3.12 or the like" % v[:2])'
+	@for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
+		echo "quire needs a C compiler: install gcc or clang"; exit 1
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' \
+		$(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly)))
 endef
 
-$(STAMP): pyproject.toml constraints.txt
-	$(venv)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@touch $(RUNTIME) $@
+$(STAMP): EXTRAS := dev
+$(STAMP): $(SOURCES)
+	$(install)
+	@touch $(VENV)/.runtime-native $(VENV)/.runtime-torch $@
 
-$(RUNTIME): pyproject.toml constraints.txt
-	$(venv)
-	@echo "installing PyTorch and the server into $(VENV)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,hub]'
+$(RUNTIME): EXTRAS := server,$(BACKEND),hub
+$(RUNTIME): $(SOURCES)
+	@echo "installing the server and its $(BACKEND) backend into $(VENV)"
+	$(install)
 	@touch $@
 
-serve: $(RUNTIME)  ## everything from nothing to a server with the default model and its first answer: PORT=8000 ARGS=...
+serve: $(RUNTIME)  ## from nothing to a server with the default model and its first answer: PORT=8000 ARGS=...
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
 
 test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
@@ -60,9 +72,22 @@ sim: $(STAMP)   ## the proof, in seeded worlds: SEEDS=5000 for that many, 100:20
 equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind of company: PROMPTS=300
 	@$(BIN)/python -m tests.equality --prompts $(PROMPTS)
 
+precision: $(STAMP)  ## the native backend's distributions against fp32 of the same weights, at every position of a text
+	@$(BIN)/python -m tests.precision
+
 bench: $(STAMP)  ## the core's cost per operation and per step; `quire bench` measures a model
 	$(BIN)/python benchmarks/core.py
 
+# Python is not built with the sanitizers, so theirs come before it; what Python itself never frees is no leak.
+sanitize: $(STAMP)  ## the native backend's tests, its C under the address and undefined-behaviour sanitizers of gcc
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/sanitize/site . \
+		--config-settings build-dir=build/sanitize/objects --config-settings cmake.build-type=Debug \
+		--config-settings cmake.define.QUIRE_SANITIZE=ON
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
+		$(BIN)/python -m pytest --capture=sys tests/$(NATIVE:quire/%=%)
+
 clean:          ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -f $(NATIVE)/libquire_native.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

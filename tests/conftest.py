@@ -42,6 +42,8 @@ LONG_FILES = (
     "test_hostile.py",
     "test_cuda.py",
     "test_compiling.py",
+    "test_precision.py",
+    "test_wheel.py",
 )
 
 

@@ -132,3 +132,58 @@ def test_the_time_of_steps_is_that_of_their_results(gpu: Any) -> None:
     for steps, alone_ms, in_flight_ms in ((range(2), 30, 70), (range(1, 3), 60, 120), (range(1, 2), 20, 40)):
         assert profile.wall_ms(run, steps, has_overlap=False) == pytest.approx(alone_ms)
         assert profile.wall_ms(run, steps, has_overlap=True) == pytest.approx(in_flight_ms)
+
+
+# benchmarks/cpu.py
+
+
+def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+    options = ["--quick", "--no-llama", "--model", str(tiny_model), "--out", str(out)]
+    command = [sys.executable, str(FOLDER / "cpu.py"), *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    report = json.loads(out.read_text())
+    assert report["failures"] == []
+    assert [figure["what"] for figure in report["figures"]] == [
+        "decode, 1 client",
+        "decode, 4 clients",
+        "peak memory, 4 clients",
+        "prefill of 64",
+        "first token, head of 64, cached",
+        "first token, head of 64, new",
+        "process start to first token",
+    ]
+    assert all(figure["medians"]["quire"] > 0 for figure in report["figures"])
+    assert report["precision"]["quire"]["num_positions"] > 100
+
+
+def test_a_contender_that_fails_is_told_and_the_others_go_on(default_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+    options = ["--quick", "--only", "start", "--model", str(default_model), "--llama", sys.executable]
+    command = [sys.executable, str(FOLDER / "cpu.py"), *options, "--out", str(out)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 1
+    assert "llama_cpp is not installed here" in outcome.stdout
+    report = json.loads(out.read_text())
+    assert report["failures"] == ["process start to first token, as shipped"]
+    assert report["figures"][0]["medians"]["quire"] > 0
+
+
+def test_ratios_are_taken_within_their_rounds(gpu: Any) -> None:
+    """The second round came in a slow minute. Where others had the machine, no bar is held or missed."""
+    cpu = gpu("cpu")
+    rates = {"quire": (100, 50, 80), "as shipped": (10, 5, 10), "Q4_0": (50, 25, 20)}
+    for unit, best, shipped, is_held in (("tok/s", 2, 10, True), ("ms", 1 / 10, 1 / 10, False)):
+        row = cpu.Row("decode", unit, ("value",), best_bar=1.5)
+        workload = cpu.Workload({}, (row,))
+        report = cpu.Report({}, list(rates), rows=[(workload, row)])
+        for others, expected in ((0.0, is_held), (0.5, None)):
+            report.found["decode"] = {
+                name: [{"value": value, "others": others} for value in values] for name, values in rates.items()
+            }
+            figure = report.figures()[0]
+            assert figure["medians"] == {"quire": 80, "as shipped": 10, "Q4_0": 25}
+            assert figure["times_best"] == pytest.approx(best)
+            assert figure["times"]["as shipped"] == pytest.approx(shipped)
+            assert figure["is_held"] is expected

@@ -10,6 +10,7 @@ from quire.core.block import BLOCK_SIZE
 from quire.core.step import StepPlan, StepResult
 
 DEFAULT_MAX_SEQS = 64  # on a CPU
+PRECISIONS = ("fast", "balanced", "exact")
 
 TokenMasks = Mapping[int, bytes]  # slot -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
 Progress = Callable[[int, int], None]  # bytes of the weights loaded, bytes in all
@@ -21,6 +22,7 @@ class BackendOptions:
 
     device: str = "auto"
     dtype: str = "auto"
+    precision: str = "balanced"  # of backends that compute in few bits: fast, balanced or exact
     num_threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quire.errors import InvalidRequest
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -15,11 +17,23 @@ def default_threads() -> int:
     return min(int(asked), usable_cores()) if asked.isdecimal() and int(asked) else usable_cores()
 
 
+def choose_threads(asked: int | None) -> int:
+    num_cores = usable_cores()
+    if asked is not None and asked > num_cores:
+        raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
+    return asked or default_threads()
+
+
 def usable_cores() -> int:
     """Those this process may run on, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def has_nvidia() -> bool:
+    """Whether the driver of an NVIDIA GPU is here: known without loading anything."""
+    return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
 def available_bytes() -> int:

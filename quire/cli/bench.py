@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
+from quire.cli import loading
 from quire.engine.bench.report import (
     PARTS,
     BenchConfig,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _DEFAULT = BenchConfig()
 _OPTIONS = {  # a field, as the library names it, and the option it came from
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens")},
-    **{name: name for name in ("device", "dtype", "load_format")},
+    **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
     "num_threads": "threads",
 }
 PLOT_NAME = "speedup.png"
@@ -57,7 +58,9 @@ def bench(
     output_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = _DEFAULT.output_tokens,
     only: Annotated[list[str] | None, typer.Option(help=f"Only {', '.join(PARTS)}; repeat for two of them.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.")] = "auto",
+    backend: loading.BackendOption = "auto",
+    precision: loading.PrecisionOption = "balanced",
+    dtype: loading.DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights for a config.json.")] = "auto",
     out: Annotated[
@@ -80,7 +83,14 @@ def bench(
     if out is not None:
         _prepare(out)
     with _options_named():
-        settings = {"num_threads": threads, "dtype": dtype, "device": device, "load_format": load_format}
+        settings = {
+            "backend": backend,
+            "precision": precision,
+            "num_threads": threads,
+            "dtype": dtype,
+            "device": device,
+            "load_format": load_format,
+        }
         report = _run(model, config, settings)
     document = document_of(report, facts)
     if as_json:

@@ -56,6 +56,8 @@ def chat(
     server: loading.ServerOption = None,
     api_key: loading.KeyOption = None,
     local: loading.LocalOption = False,
+    backend: loading.BackendOption = None,
+    precision: loading.PrecisionOption = None,
     dtype: loading.DtypeOption = None,
     device: loading.DeviceOption = None,
     load_format: loading.LoadFormatOption = None,
@@ -79,7 +81,16 @@ def chat(
             max_tokens=max_tokens,
             stop=stop or (),
         )
-    settings = loading.engine_settings(dtype, device, load_format, threads, max_context, kv_memory)
+    settings = loading.engine_settings(
+        backend=backend,
+        precision=precision,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        threads=threads,
+        max_context=max_context,
+        kv_memory=kv_memory,
+    )
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         if not speaker.has_template:
             raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -24,7 +25,6 @@ from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
 
 # What a package is for, and whether nothing can be generated without it.
 PACKAGES: dict[str, tuple[str, bool]] = {
-    "torch": ("computes the model", True),
     "numpy": ("reads the weights", True),
     "tokenizers": ("turns text into tokens", True),
     "jinja2": ("renders chat templates", True),
@@ -33,8 +33,10 @@ PACKAGES: dict[str, tuple[str, bool]] = {
     "msgspec": ("speaks to the process that runs a model", False),
     "huggingface-hub": ("fetches models of the hub", False),
 }
-EXTRAS = {"huggingface-hub": "hub"}  # the others come with quire[torch]
-VARIABLES = ("QUIRE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+EXTRAS = {"huggingface-hub": "hub"}  # the others come with quire[native]
+VARIABLES = (
+    "QUIRE_CACHE", "QUIRE_NATIVE_LIBRARY", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+)  # fmt: skip
 SECRETS = ("HF_TOKEN",)  # only whether they are set
 FEATURES = ("asimddp", "i8mm", "bf16", "sve", "sve2", "avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
@@ -64,18 +66,23 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def examine() -> dict[str, Any]:
     """Everything, as plain values that are safe to show to anyone."""
-    torch = _torch()
-    packages = {name: _version(name) for name in PACKAGES}
+    native, torch = _native(), _torch()
+    packages = {name: _version(name) for name in ("torch", *PACKAGES)}
     models = [_model(model, packages) for model in local_models()]
     disk = _disk()
-    problems = [*_package_problems(packages, torch), *_gpu_problems(torch), *_model_problems(models, disk)]
+    problems = [
+        *_backend_problems(packages, native, torch),
+        *_package_problems(packages),
+        *_gpu_problems(packages, torch),
+        *_model_problems(models, disk),
+    ]
     report = {
         "quire": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "hardware": _hardware(torch),
         "packages": packages,
-        "backends": _backends(torch),
+        "backends": _backends(native, torch),
         "models": models,
         "cache": disk,
         "environment": _environment(),
@@ -87,6 +94,18 @@ def examine() -> dict[str, Any]:
 
 
 # Looking
+
+
+def _native() -> dict[str, Any]:
+    """What the library of the native backend says of itself, or why it cannot be loaded."""
+    try:
+        from quire.backends.native.library import kernels_available, kernels_in_use
+
+        kernels = kernels_in_use()
+        others = [name for name in kernels_available() if name != kernels]
+    except Exception as error:
+        return {"works": False, "problem": f"{type(error).__name__}: {error}", "kernels": "", "others": []}
+    return {"works": True, "problem": "", "kernels": kernels, "others": others}
 
 
 def _torch() -> dict[str, Any]:
@@ -147,15 +166,16 @@ def _cpu() -> tuple[str, list[str]]:
     return name, [feature for feature in FEATURES if feature in has]
 
 
-def _backends(torch: dict[str, Any]) -> list[dict[str, Any]]:
+def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, Any]]:
+    runs = {"runs": native["works"], "kernels": native["kernels"], "other_kernels": native["others"]}
     cpu_kernels = f"plain PyTorch, {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
     has_triton = importlib.util.find_spec("triton") is not None
     gpu_kernels = "Triton" if has_triton else "plain PyTorch, many times slower: pip install triton"
     return [
+        {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
         {"name": "torch cuda", "runs": has_gpu, "dtype": "bfloat16", "kernels": gpu_kernels if has_gpu else ""},
-        {"name": "native", "runs": False, "dtype": "", "kernels": "", "remark": "not yet"},
     ]
 
 
@@ -187,23 +207,36 @@ def _environment() -> dict[str, str | None]:
 # Judging
 
 
-def _package_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
-    for name, (purpose, is_essential) in PACKAGES.items():
-        if packages[name] is None:
-            how = f"pip install 'quire[{EXTRAS.get(name, 'torch')}]'"
-            yield Problem(f"{name} is not installed: it {purpose}", how, is_essential)
+def _backend_problems(
+    packages: dict[str, str | None], native: dict[str, Any], torch: dict[str, Any]
+) -> Iterator[Problem]:
+    """One of the two is enough."""
+    if not native["works"]:
+        how = "pip install --force-reinstall --no-deps quire   # in a checkout: make install"
+        yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, not torch["works"])
     if packages["torch"] is not None and not torch["works"]:
         how = "pip install --force-reinstall torch"
-        yield Problem(f"torch is installed and cannot be imported: {torch['problem'][:300]}", how, True)
+        what = f"torch is installed and cannot be imported: {torch['problem'][:300]}"
+        yield Problem(what, how, not native["works"])
 
 
-def _gpu_problems(torch: dict[str, Any]) -> Iterator[Problem]:
-    if not torch["works"] or torch["gpus"] or not NVIDIA_DRIVER.exists():
+def _package_problems(packages: dict[str, str | None]) -> Iterator[Problem]:
+    for name, (purpose, is_essential) in PACKAGES.items():
+        if packages[name] is None:
+            how = f"pip install 'quire[{EXTRAS.get(name, 'native')}]'"
+            yield Problem(f"{name} is not installed: it {purpose}", how, is_essential)
+
+
+def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
+    if torch["gpus"] or not NVIDIA_DRIVER.exists():
         return
-    if torch["cuda"] is None:
+    if packages["torch"] is None:
+        what = "there is an NVIDIA GPU, and PyTorch, which computes on it, is not installed"
+        yield Problem(what, "pip install 'quire[torch]'", False)
+    elif torch["works"] and torch["cuda"] is None:
         how = "pip install --force-reinstall torch   # the one of pypi.org has CUDA on Linux"
         yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
-    else:
+    elif torch["works"]:
         how = "nvidia-smi   # says what is wrong with the driver; CUDA_VISIBLE_DEVICES may hide the GPU"
         yield Problem(f"there is an NVIDIA GPU, and PyTorch (CUDA {torch['cuda']}) cannot use it", how, False)
 
@@ -258,8 +291,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"disk      {_size(cache['free_bytes'])} free for {cache['path']}"
     yield ""
     for backend in report["backends"]:
-        runs = f"runs in {backend['dtype']} ({backend['kernels']})" if backend["runs"] else "does not run here"
-        yield f"{backend['name']:12}{backend.get('remark') or runs}"
+        others = backend.get("other_kernels")
+        kernels = backend["kernels"] + (f"; {', '.join(others)} would run too" if others else "")
+        runs = f"runs in {backend['dtype']} ({kernels})" if backend["runs"] else "does not run here"
+        yield f"{backend['name']:12}{runs}"
     yield ""
     for name, version in report["packages"].items():
         yield f"{name:18}{version or 'not installed'}"

@@ -41,6 +41,8 @@ def generate(
     server: loading.ServerOption = None,
     api_key: loading.KeyOption = None,
     local: loading.LocalOption = False,
+    backend: loading.BackendOption = None,
+    precision: loading.PrecisionOption = None,
     dtype: loading.DtypeOption = None,
     device: loading.DeviceOption = None,
     load_format: loading.LoadFormatOption = None,
@@ -72,7 +74,16 @@ def generate(
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-    settings = loading.engine_settings(dtype, device, load_format, threads, max_context, kv_memory)
+    settings = loading.engine_settings(
+        backend=backend,
+        precision=precision,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        threads=threads,
+        max_context=max_context,
+        kv_memory=kv_memory,
+    )
     text = read_prompt(prompt, is_raw=raw)
     head = [] if system is None else [{"role": "system", "content": system}]
     ask: Ask = text if raw else [*head, {"role": "user", "content": text}]

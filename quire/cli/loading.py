@@ -40,7 +40,9 @@ PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens the a
 FrequencyOption = Annotated[float, typer.Option(help="Above 0: avoid them the more, the oftener they were used.")]
 SeedOption = Annotated[int | None, typer.Option(help="The same seed draws the same answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")]
+BackendOption = Annotated[str | None, typer.Option(help="What computes: auto, native or torch.")]
+PrecisionOption = Annotated[str | None, typer.Option(help="Of the native backend: fast, balanced or exact.")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto; of the torch backend: float32, float16, bfloat16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 LoadFormatOption = Annotated[str | None, typer.Option(help="auto, or dummy: random weights for a config.json.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
@@ -59,7 +61,7 @@ _TYPED = {"kv_bytes": "--kv-memory", "num_threads": "--threads"}
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("dtype", "device", "load_format", "num_threads", "max_context", "kv_bytes"),
+    *("backend", "precision", "dtype", "device", "load_format", "num_threads", "max_context", "kv_bytes"),
 }
 
 
@@ -81,6 +83,9 @@ def _option(name: str) -> str:
 
 
 def engine_settings(
+    *,
+    backend: str | None,
+    precision: str | None,
     dtype: str | None,
     device: str | None,
     load_format: str | None,
@@ -90,6 +95,8 @@ def engine_settings(
 ) -> dict[str, Any]:
     """Those that were given, refused here if they can never work: before anything is fetched or loaded."""
     given: dict[str, Any] = {
+        "backend": backend,
+        "precision": precision,
         "dtype": dtype,
         "device": device,
         "load_format": load_format,

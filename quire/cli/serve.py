@@ -106,7 +106,8 @@ def serve(
     num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache; by memory if not given.")] = None,
     kv_memory: loading.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse what is computed.")] = True,
-    backend: Annotated[str, Opt(help="What computes: torch.")] = "torch",
+    backend: loading.BackendOption = "auto",
+    precision: loading.PrecisionOption = "balanced",
     dtype: loading.DtypeOption = "auto",
     device: loading.DeviceOption = "auto",
     load_format: loading.LoadFormatOption = "auto",
@@ -205,6 +206,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     kv_memory = options["kv_memory"]
     engine = EngineConfig(
         backend=options["backend"],
+        precision=options["precision"],
         device=options["device"],
         dtype=options["dtype"],
         load_format=options["load_format"],

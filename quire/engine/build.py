@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
-from quire.backends.base import BackendOptions, Progress, Runner
+from quire.backends.base import PRECISIONS, BackendOptions, Progress, Runner
+from quire.backends.machine import has_nvidia
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import POLICIES, Aging
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
-from quire.errors import InvalidRequest, MissingExtra
+from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`, and the extra that brings what it needs.
 BACKENDS: dict[str, tuple[str, str]] = {
+    "native": ("quire.backends.native.build", "native"),
     "torch": ("quire.backends.torch.build", "torch"),
     "fake": ("quire.backends.fake", ""),
 }
 
+log = logging.getLogger(__name__)
+
+DEVICES = ("auto", "cpu", "cuda")
 LIMITS = {
     "block_size": 1024,
     "max_seqs": 4096,
@@ -39,9 +46,10 @@ CHOSEN = ("max_seqs", "max_step_tokens", "max_chunk_tokens")  # by the backend, 
 class EngineConfig:
     """Everything that can be set, in plain values: it travels to the worker process as it is."""
 
-    backend: str = "torch"
+    backend: str = "auto"  # torch where there is a GPU for it, else native
     device: str = "auto"
     dtype: str = "auto"
+    precision: str = "balanced"
     load_format: str = "auto"
     num_threads: int | None = None
     block_size: int = BLOCK_SIZE
@@ -57,8 +65,12 @@ class EngineConfig:
     is_caching: bool = True
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise InvalidRequest(f"backend = {self.backend!r} is not one of {', '.join(BACKENDS)}")
+        if self.backend not in ("auto", *BACKENDS):
+            raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
+        if self.backend != "fake" and self.device not in DEVICES:  # the fake takes its speed there
+            raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
+        if self.precision not in PRECISIONS:
+            raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.policy not in POLICIES:
             raise InvalidRequest(f"policy = {self.policy!r} is not one of {', '.join(POLICIES)}")
         if self.load_format not in LOAD_FORMATS:
@@ -98,20 +110,48 @@ def make_engine(
 
 
 def make_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None = None) -> Runner:
-    runner: Runner = import_backend(config).make_runner(checkpoint, config.backend_options(), progress)
+    backend = import_backend(config)
+    runner: Runner = backend.make_runner(checkpoint, config.backend_options(), progress)
     return runner
+
+
+def choose_backend(config: EngineConfig) -> str:
+    """Of `auto`: torch for a GPU and for what only torch has, native for everything else."""
+    if config.backend != "auto":
+        return config.backend
+    has_torch = importlib.util.find_spec("torch") is not None
+    if config.device == "cuda" or config.dtype not in ("auto", "int8"):
+        return "torch"
+    if config.device == "auto" and has_torch and has_nvidia():
+        return "torch"
+    if has_torch and (problem := _native_problem()) is not None:
+        log.warning("the torch backend runs in place of the native one, slower: %s", problem)
+        return "torch"
+    return "native"
+
+
+def _native_problem() -> str | None:
+    """Why the native backend cannot be used here; None: it can."""
+    try:
+        from quire.backends.native.library import load_library
+
+        load_library()
+    except (ImportError, QuireError) as error:
+        return str(error)
+    return None
 
 
 def import_backend(config: EngineConfig) -> ModuleType:
     """The module that makes runners. Its libraries may take seconds, the first time."""
-    module_name, extra = BACKENDS[config.backend]
+    name = choose_backend(config)
+    module_name, extra = BACKENDS[name]
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
         raise MissingExtra(
-            f"the {config.backend} backend needs {error.name}: pip install 'quire[{extra}]'", name=error.name
+            f"the {name} backend needs {error.name}: pip install 'quire[{extra}]'", name=error.name
         ) from error
 
 

@@ -29,9 +29,11 @@ def test_a_machine_that_has_everything() -> None:
     assert report["hardware"]["cores"] >= 1
     assert 0 < report["hardware"]["available_bytes"] <= report["hardware"]["memory_bytes"]
     assert report["packages"]["torch"]
-    runs = {backend["name"]: backend["runs"] for backend in report["backends"]}
-    assert runs["torch cpu"]
-    assert not runs["native"]
+    backends = {backend["name"]: backend for backend in report["backends"]}
+    assert backends["torch cpu"]["runs"]
+    assert backends["native"]["runs"]
+    assert backends["native"]["kernels"]
+    assert backends["native"]["kernels"] not in backends["native"]["other_kernels"]
     (model,) = [model for model in report["models"] if model["name"] == "smollm2-135m-instruct"]
     assert model["opens"]
     assert report["environment"]["HF_TOKEN"] == "set, not shown"
@@ -64,8 +66,8 @@ def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("package", "how", "code"),
     [
-        ("torch", "pip install 'quire[torch]'", 1),
-        ("tokenizers", "pip install 'quire[torch]'", 1),
+        ("tokenizers", "pip install 'quire[native]'", 1),
+        ("numpy", "pip install 'quire[native]'", 1),
         ("huggingface-hub", "pip install 'quire[hub]'", 0),
     ],
 )
@@ -78,6 +80,44 @@ def test_a_missing_package_comes_with_its_command(
     assert outcome.exit_code == code
     (problem,) = [one for one in json.loads(outcome.stdout)["problems"] if one["what"].startswith(package)]
     assert problem["how"] == how
+
+
+NO_TORCH = {"works": False, "problem": "", "gpus": []}
+
+
+@pytest.mark.usefixtures("default_model")
+def test_without_torch_only_a_gpu_misses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else version(name))
+    monkeypatch.setattr(doctor, "_torch", lambda: NO_TORCH)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "version")
+    outcome = examine()
+    assert outcome.exit_code == 0
+    assert "torch             not installed" in outcome.stdout
+    assert "quire[torch]" not in outcome.stdout
+    (tmp_path / "version").write_text("NVRM version: a driver")
+    outcome = examine()
+    assert outcome.exit_code == 0
+    assert "which computes on it, is not installed\n    pip install 'quire[torch]'" in outcome.stdout
+
+
+@pytest.mark.usefixtures("default_model")
+def test_a_library_that_does_not_load_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    outcome = quire("doctor", env={"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")})
+    assert outcome.returncode == 0, outcome.stderr  # torch computes
+    assert "native      does not run here" in outcome.stdout
+    assert "note: the native backend cannot be loaded: " in outcome.stdout
+    assert "make install" in outcome.stdout
+
+
+@pytest.mark.usefixtures("default_model")
+def test_without_any_backend_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch", lambda: NO_TORCH)
+    monkeypatch.setattr(doctor, "_native", lambda: {"works": False, "problem": "why", "kernels": "", "others": []})
+    outcome = examine()
+    assert outcome.exit_code == 1
+    assert "MISSING: the native backend cannot be loaded: why" in outcome.stdout
 
 
 @pytest.mark.parametrize(

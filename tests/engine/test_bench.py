@@ -22,7 +22,7 @@ SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, device="cpu", num_threads=1, num_blocks=256) as llm:
+    with LLM(tiny_model, backend="torch", device="cpu", num_threads=1, num_blocks=256) as llm:
         yield llm
 
 

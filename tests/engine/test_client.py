@@ -107,7 +107,7 @@ def test_a_device_that_is_no_time_is_refused(tiny_model: Path, device: str) -> N
 
 def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, num_blocks=50) as engine:
+        async with client(tiny_model, backend="torch", num_blocks=50) as engine:
             await engine.start()
             facts = engine.facts
             assert facts is not None

@@ -268,6 +268,6 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
 
 def test_a_budget_sizes_the_pool(tiny_model: Path) -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 32 * 4  # keys and values, layers, heads, head size, tokens, fp32
-    with LLM(tiny_model, kv_bytes=10 * bytes_per_block + 5, num_threads=1) as llm:
+    with LLM(tiny_model, backend="torch", kv_bytes=10 * bytes_per_block + 5, num_threads=1) as llm:
         assert llm.engine.capacity.num_blocks == 10
         assert llm.max_context == 9 * 32

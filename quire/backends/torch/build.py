@@ -8,8 +8,9 @@ import logging
 import torch
 
 from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
-from quire.backends.machine import available_bytes, default_threads, usable_cores
-from quire.backends.torch.kv_store import KVStore, PoolRequest
+from quire.backends.machine import choose_threads
+from quire.backends.pool import PoolRequest
+from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
 from quire.backends.torch.runner import TorchRunner
@@ -17,8 +18,6 @@ from quire.errors import InvalidRequest, UnsupportedModel
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
 
-CPU_SHARE = 0.4  # of the memory available once the weights are loaded, for the KV pool
-CPU_CAP = 4 << 30  # a laptop has other things to do
 CUDA_SHARE = 0.9
 CUDA_MAX_SEQS = 256
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -33,7 +32,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
-        torch.set_num_threads(_num_threads(options.num_threads))
+        torch.set_num_threads(choose_threads(options.num_threads))
     max_context = options.max_context or spec.max_context
     if max_context > spec.max_context:
         raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
@@ -50,10 +49,13 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             compiling.cancel()
         weights = load_weights(checkpoint, dtype, device, progress)
         model = MODELS[spec.family](spec, weights, max_context)
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-        budget = int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_CAP)
-        pool = PoolRequest(spec, dtype, options, max_seqs=max_seqs, max_context=max_context)
-        store = KVStore(spec, pool.num_blocks(free, budget), options.block_size, dtype, device)
+        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_seqs, max_context)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            num_blocks = pool.num_blocks(free, int(free * CUDA_SHARE))
+        else:
+            num_blocks = pool.num_blocks_on_cpu()
+        store = KVStore(spec, num_blocks, options.block_size, dtype, device)
     return TorchRunner(model, store, max_seqs=max_seqs, max_context=max_context)
 
 
@@ -100,10 +102,3 @@ def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidRequest(f"dtype = {name!r} is not auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _num_threads(asked: int | None) -> int:
-    num_cores = usable_cores()
-    if asked is not None and asked > num_cores:
-        raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
-    return asked or default_threads()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from quire.backends.base import TokenMasks
 from quire.backends.randomness import uniform
+from quire.backends.sampling import is_penalised, is_short
 from quire.backends.torch.kernels.sampling import NUM_PARAMS as NUM_PARAMS
 from quire.backends.torch.kernels.sampling import Scratch, change, choose, count, edit
-from quire.backends.torch.sampling import Logprobs, is_penalised, is_short, rank
+from quire.backends.torch.sampling import Logprobs, rank
 from quire.core.request import MIN_TEMPERATURE, SamplingParams
 from quire.core.step import SeqSlice
 

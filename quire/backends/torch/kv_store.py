@@ -14,67 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.backends.base import BackendOptions
 from quire.core.step import BlockCopy
-from quire.errors import InvalidRequest
 from quire.weights.spec import ModelSpec
 
 # K kv heads, D head size
 
 PURGED = 64  # blocks at a time: a long context has thousands
-MIN_POOL_TOKENS = 512  # a pool chosen by quire that holds less is no use to anybody
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """What one block costs over all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * block_size * dtype.itemsize
-
-
-def blocks_in(budget_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """How many blocks a memory budget holds, the null block included."""
-    num_blocks = budget_bytes // block_bytes(spec, block_size, dtype)
-    if num_blocks < 2:
-        needed = 2 * block_bytes(spec, block_size, dtype)
-        raise InvalidRequest(
-            f"kv_bytes = {budget_bytes:,} is less than the {needed:,} that two blocks of {block_size} tokens take"
-        )
-    return num_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class PoolRequest:
-    """How large a pool to make: as it was asked for, or as memory allows, but no more than could ever be used."""
-
-    spec: ModelSpec
-    dtype: torch.dtype
-    options: BackendOptions
-    max_seqs: int
-    max_context: int
-
-    def num_blocks(self, free: int, budget: int) -> int:
-        """`free` bytes there are, `budget` of them to take where nobody said how much."""
-        options, block_size = self.options, self.options.block_size
-        per_block = block_bytes(self.spec, block_size, self.dtype)
-        if options.num_blocks is not None:
-            if options.num_blocks * per_block > free:
-                raise InvalidRequest(
-                    f"num_blocks = {options.num_blocks} take {options.num_blocks * per_block:,} bytes of KV"
-                    f" cache; {free:,} are free"
-                )
-            return options.num_blocks
-        if options.kv_bytes is not None:
-            if options.kv_bytes > free:
-                raise InvalidRequest(f"kv_bytes = {options.kv_bytes:,} is more than the {free:,} bytes that are free")
-            num_blocks = blocks_in(options.kv_bytes, self.spec, block_size, self.dtype)
-        else:
-            num_blocks = max(budget, 0) // per_block
-            num_tokens = (num_blocks - 1) * block_size
-            if num_tokens < min(MIN_POOL_TOKENS, self.max_context):
-                raise InvalidRequest(
-                    f"kv_bytes: {free:,} bytes are free, and the {max(budget, 0):,} of them that would be taken hold a"
-                    f" context of {max(num_tokens, 0)} tokens. Free some memory, or say how much to take"
-                )
-        return min(num_blocks, self.max_seqs * -(-self.max_context // block_size) + 1)  # everyone at full length
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,21 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.models.llama import LlamaModel
-from quire.backends.torch.sampling import (
-    BLOCKED,
-    BROKEN,
-    PROMPT_ROWS,
-    Penalties,
-    Sampled,
-    join_prompt_logprobs,
-    rank_tokens,
-    read_logprobs,
-    sample,
-)
+from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 from quire.weights.names import expected_tensors

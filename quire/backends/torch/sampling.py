@@ -16,13 +16,10 @@ from torch import Tensor
 
 from quire.backends.base import TokenMasks
 from quire.backends.randomness import uniform
-from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
+from quire.backends.sampling import is_penalised, is_short
+from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary
-
-PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
-BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
-BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 
 TOP_P_CANDIDATES = 1024  # most top-p sets are this small; a full sort of the vocabulary costs thirty times as much
 _NEVER = float("-inf")
@@ -107,13 +104,6 @@ class _Counts:
     num_counted: int
 
 
-def is_penalised(piece: SeqSlice) -> bool:
-    sampling = piece.sampling
-    return bool(
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-    )
-
-
 def sample(
     logits: Tensor, rows: Sequence[SeqSlice], penalties: Penalties, last_tokens: Tensor, masks: TokenMasks | None
 ) -> Sampled:
@@ -139,12 +129,6 @@ def sample(
 def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
     """Nothing to do to the logits before the draw: the common case."""
     return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
-
-
-def is_short(piece: SeqSlice) -> bool:
-    """The answer may not end yet."""
-    num_answered = piece.start + piece.length - piece.num_prompt_tokens
-    return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
 
 
 def _add_bias(logits: Tensor, rows: Sequence[SeqSlice]) -> None:
@@ -253,7 +237,3 @@ def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenL
         top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
         result[row] = TokenLogprobs(tokens[row], chosen[place], ranks[place], top)
     return result
-
-
-def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
-    return PromptLogprobs(start, tuple(entry for part in parts for entry in part))

@@ -1,4 +1,4 @@
-"""Drives an engine over the torch runner, with full logprobs as the result: the whole distribution of every step."""
+"""Drives an engine, by default over the torch runner, with full logprobs: the whole distribution of every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Rig:
     """An engine that counts what its plans do."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        self.config = EngineConfig(**{"num_blocks": 64, "max_seqs": 8, "num_threads": 1, **settings})
+        self.config = EngineConfig(
+            **{"backend": "torch", "num_blocks": 64, "max_seqs": 8, "num_threads": 1, **settings}
+        )
         self.engine: Engine = make_engine(path, self.config)
         self.vocab_size = self.engine.capacity.vocab_size
         self.num_copies = 0

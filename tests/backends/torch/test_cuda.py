@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.backends.sampling import BROKEN
 from quire.backends.torch import cuda, fused, graphs, inputs, work
-from quire.backends.torch.sampling import BROKEN
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig

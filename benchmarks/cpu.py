@@ -1,0 +1,452 @@
+"""Ours beside llama.cpp on this machine's CPU: in one run, in turns, each measurement in a process of its own.
+
+    python benchmarks/cpu.py --out cpu.json         # all of it; the first time it builds llama.cpp, for 15 minutes
+    python benchmarks/cpu.py --only decode,prefill --clients 1,16 --rounds 5
+    python benchmarks/cpu.py --quick --no-llama     # does it run at all
+
+A shared machine has fast and slow minutes, so no time stands alone: in each round everyone does the same thing one
+after the other, each ratio is taken within its round, and the table has the medians. llama.cpp runs the model as it
+ships and in the formats it likes best, made from that file; flash attention, batch sizes and the rest are its choice.
+
+decode: tokens a second of all clients together, 128 tokens read and 64 written, as `llama-batched-bench` measures it.
+prefill: one prompt. prefix: the first token of a second request on a long head. start: from the start of a process, in
+Python, to its first token. precision: distance from fp32 of the file as it ships (see tests/precision.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import cpu_child
+import cpu_peer
+from cpu_child import Task
+from cpu_peer import AS_SHIPPED, FORMATS
+
+from quire import __version__
+from quire.backends.machine import usable_cores
+from quire.weights.hub import resolve
+
+STAGES = ("decode", "prefill", "prefix", "start", "precision")
+CLIENTS = (1, 4, 8, 16, 32)
+LIMIT_S = 900.0  # of one measurement
+QUIET = 0.05  # of the machine for others: with more, figures are worth little
+OURS = "quire"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    clients: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    prefills: tuple[int, ...]
+    head_tokens: int
+    windows: tuple[int, ...]  # of the text that precision is judged on
+    num_chats: int
+    has_bars: bool
+
+
+FULL = Scale(CLIENTS, 128, 64, (128, 512, 2048), 1024, (512, 1024), 10, has_bars=True)
+QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, has_bars=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a figure of a workload, and how many times the others' it should be."""
+
+    name: str
+    unit: str
+    path: tuple[str, ...]  # where the findings have it
+    best_bar: float | None = None
+    shipped_bar: float | None = None
+
+    @property
+    def is_more_better(self) -> bool:
+        return self.unit == "tok/s"
+
+    def read(self, findings: dict[str, Any]) -> float:
+        value: Any = findings
+        for key in self.path:
+            value = value[key]
+        return float(value) / (1e6 if self.unit == "MB" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    task: dict[str, Any]  # of a `Task`, all but the model
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        return self.rows[0].name
+
+
+def workloads(scale: Scale, stages: Sequence[str]) -> list[Workload]:
+    found = []
+    if "decode" in stages:
+        found += [_decode(scale, number) for number in scale.clients]
+    if "prefill" in stages:
+        for length in scale.prefills:
+            task = {"kind": "prefill", "prompt_tokens": length, "output_tokens": 0, "repeats": max(1, 1536 // length)}
+            bar = 1.2 if scale.has_bars else None
+            found.append(Workload(task, (Row(f"prefill of {length:,}", "tok/s", ("value",), bar),)))
+    if "prefix" in stages:
+        task = {"kind": "prefix", "prompt_tokens": scale.head_tokens, "output_tokens": 0, "repeats": 5}
+        head = f"first token, head of {scale.head_tokens:,}"
+        rows = Row(f"{head}, cached", "ms", ("value",)), Row(f"{head}, new", "ms", ("cold_ms",))
+        found.append(Workload(task, rows))
+    if "start" in stages:
+        task = {"kind": "start", "prompt_tokens": 32, "output_tokens": 0}
+        found.append(Workload(task, (Row("process start to first token", "ms", ("value",)),)))
+    return found
+
+
+def _decode(scale: Scale, num_clients: int) -> Workload:
+    task = {
+        "kind": "decode",
+        "num_clients": num_clients,
+        "prompt_tokens": scale.prompt_tokens,
+        "output_tokens": scale.output_tokens,
+    }
+    bars = {1: (1.3, None), 16: (1.5, 3.0)} if scale.has_bars else {}
+    best_bar, shipped_bar = bars.get(num_clients, (None, None))
+    row = Row(f"decode, {num_clients} client{'s' * (num_clients > 1)}", "tok/s", ("value",), best_bar, shipped_bar)
+    rows = (row, Row(f"peak memory, {num_clients} clients", "MB", ("memory", "peak_bytes")))
+    is_weighed = num_clients == max((one for one in scale.clients if one <= 16), default=0)
+    return Workload(task, rows if is_weighed else rows[:1])
+
+
+# Who is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    python: Path
+    script: Path
+    model: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, task: dict[str, Any], num_threads: int) -> dict[str, Any]:
+        """What its process found. Of `start`, the time is this side's: from before there was a process."""
+        whole = Task(**{"model": str(self.model), "num_threads": num_threads, "settings": self.settings, **task})
+        others = Others()
+        started_s = time.perf_counter()
+        command = [str(self.python), str(self.script), json.dumps(asdict(whole))]
+        findings: dict[str, Any] = {}
+        with TemporaryFile("w+") as problems:
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=problems, text=True)
+            limit = threading.Timer(LIMIT_S, child.kill)
+            limit.start()
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    said = json.loads(line) if line.startswith("{") else {}
+                    if said.get("event") == cpu_child.FIRST_TOKEN:
+                        findings["value"] = 1e3 * (time.perf_counter() - started_s)
+                    findings = {**said.get("findings", {}), **findings}
+                child.wait()
+            finally:
+                limit.cancel()
+                child.kill()
+            problems.seek(0)
+            if child.returncode or not findings:
+                raise RuntimeError(f"its process ended with {child.returncode}\n{problems.read()[-2000:]}")
+        return {**findings, "others": others.share()}
+
+
+class Others:
+    """What of the machine others use while one of our processes runs. Threads that wait for each other suffer most."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._busy_s, self._own_s = _busy_s(), _children_s()
+
+    def share(self) -> float:
+        """Of all cores, once the process has ended; 0 where the system does not say."""
+        others_s = _busy_s() - self._busy_s - (_children_s() - self._own_s)
+        return max(0.0, others_s) / (time.perf_counter() - self._started_s) / (os.cpu_count() or 1)
+
+
+def _busy_s() -> float:
+    try:
+        user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def contenders(args: argparse.Namespace, model: Path) -> list[Contender]:
+    settings = {"backend": args.backend}
+    if args.precision is not None:
+        settings["precision"] = args.precision
+    found = [Contender(OURS, Path(sys.executable), Path(__file__).with_name("cpu_ours.py"), model, settings)]
+    if args.no_llama:
+        return found
+    if model.suffix != ".gguf":
+        sys.exit(f"{model}: llama.cpp reads GGUF files; --no-llama measures ours alone")
+    python = args.llama or cpu_peer.find() or cpu_peer.build(say)
+    for name in args.formats:
+        path = cpu_peer.model_in(name, model, python, args.threads)
+        found.append(Contender(name, python, cpu_peer.CHILD, path))
+    return found
+
+
+# What was found
+
+
+@dataclass(slots=True)
+class Report:
+    facts: dict[str, Any]
+    names: list[str]  # of the contenders, ours first
+    # workload -> contender -> findings of each round; None where it failed
+    found: dict[str, dict[str, list[dict[str, Any] | None]]] = field(default_factory=dict)
+    rows: list[tuple[Workload, Row]] = field(default_factory=list)
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def median(self, workload: str, row: Row, name: str) -> float | None:
+        values = [row.read(one) for one in self.found.get(workload, {}).get(name, []) if one is not None]
+        return statistics.median(values) if values else None
+
+    def ratio(self, workload: str, row: Row, name: str) -> float | None:
+        """How many times better ours is, as the median over the rounds. Above 1: ours is better."""
+        ratios = []
+        found = self.found.get(workload, {})
+        for ours, theirs in zip(found.get(OURS, []), found.get(name, []), strict=False):
+            if ours is not None and theirs is not None:
+                mine, other = row.read(ours), row.read(theirs)
+                ratios.append(mine / other if row.is_more_better else other / mine)
+        return statistics.median(ratios) if ratios else None
+
+    def figures(self) -> list[dict[str, Any]]:
+        """The table, as numbers."""
+        result = []
+        for workload, row in self.rows:
+            times = {name: self.ratio(workload.name, row, name) for name in self.names[1:]}
+            known = [value for value in times.values() if value is not None]
+            best, shipped = min(known, default=None), times.get(AS_SHIPPED)
+            pairs = [(best, row.best_bar), (shipped, row.shipped_bar)]
+            held = [value >= bar for value, bar in pairs if value is not None and bar is not None]
+            is_noisy = self.others(workload.name) > QUIET
+            result.append(
+                {
+                    "what": row.name,
+                    "unit": row.unit,
+                    "medians": {name: self.median(workload.name, row, name) for name in self.names},
+                    "times": times,
+                    "times_best": best,
+                    "best_bar": row.best_bar,
+                    "shipped_bar": row.shipped_bar,
+                    "is_held": all(held) if held and not is_noisy else None,
+                    "is_noisy": is_noisy,
+                }
+            )
+        return result
+
+    def others(self, *workloads: str) -> float:
+        """What of the machine others took, in the median measurement of these workloads."""
+        found = [found for name in workloads for found in self.found.get(name, {}).values()]
+        shares = [one["others"] for many in found for one in many if one is not None]
+        return statistics.median(shares) if shares else 0.0
+
+    def table(self) -> str:
+        has_peer = len(self.names) > 1
+        heads = ["", *self.names, *(["times its best", "times as shipped", "bars", "held"] if has_peer else [])]
+        lines = [heads, ["---"] * len(heads)]
+        for figure in self.figures():
+            cells = [figure["what"], *(_number(figure["medians"][name], figure["unit"]) for name in self.names)]
+            if has_peer:
+                bars = " and ".join(f"{figure[bar]:g}" for bar in ("best_bar", "shipped_bar") if figure[bar])
+                held = {None: "", True: "yes", False: "NO"}[figure["is_held"]]
+                held = "noisy" if bars and figure["is_noisy"] else held
+                cells += [_ratio(figure["times_best"]), _ratio(figure["times"].get(AS_SHIPPED)), bars, held]
+            lines.append(cells)
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def memory_table(self) -> str:
+        """Of the workload that has a row for it: medians, in MB."""
+        parts = ("peak_bytes", "weight_bytes", "kv_bytes", "rest_bytes", "of_files_bytes")
+        lines = [["", "peak", "weights", "KV cache", "the rest", "mapped files"], ["---"] * 6]
+        for workload, row in self.rows:
+            if row.path[0] == "memory":
+                for name in self.names:
+                    cells = (Row("", "MB", ("memory", part)) for part in parts)
+                    lines.append([name, *(_number(self.median(workload.name, cell, name), "") for cell in cells)])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(lines) > 2 else ""
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            document = {
+                "facts": {**self.facts, "others": self.others(*self.found)},
+                "figures": self.figures(),
+                "precision": self.verdicts,
+                "rounds": self.found,
+                "failures": self.failures,
+            }
+            path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f} {unit}".rstrip() if abs(value) >= 100 else f"{value:.3g} {unit}".rstrip()
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# The run
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.scale: Scale = args.scale
+        self.model = resolve(args.model)
+        self.contenders = contenders(args, self.model)
+        self.report = Report(facts(args, self.contenders), [one.name for one in self.contenders])
+
+    def run(self) -> Report:
+        todo = workloads(self.scale, self.args.only)
+        self.report.rows = [(workload, row) for workload in todo for row in workload.rows]
+        for number in range(self.args.rounds):
+            for workload in todo:
+                self._round(number, workload)
+            self.report.write(self.args.out)
+        if "precision" in self.args.only:
+            self._attempt("precision", self._precision)
+        self.report.write(self.args.out)
+        return self.report
+
+    def _round(self, number: int, workload: Workload) -> None:
+        """Everyone once, another first in each round: whoever comes first meets the machine as others left it."""
+        turn = number % len(self.contenders)
+        for contender in [*self.contenders[turn:], *self.contenders[:turn]]:
+            outcomes = self.report.found.setdefault(workload.name, {}).setdefault(contender.name, [])
+            outcomes.append(None)
+
+            def measure(contender: Contender = contender, outcomes: list[Any] = outcomes) -> None:
+                outcomes[-1] = contender.run(workload.task, self.args.threads)
+
+            self._attempt(f"{workload.name}, {contender.name}", measure)
+        row = workload.rows[0]
+        values = {name: found[-1] for name, found in self.report.found[workload.name].items()}
+        shown = ", ".join(f"{name} {_number(row.read(one), row.unit)}" for name, one in values.items() if one)
+        others = max((one["others"] for one in values.values() if one), default=0.0)
+        say(f"round {number + 1}: {workload.name}: {shown}{f'; others took {others:.0%}' * (others > QUIET)}")
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.report.failures.append(what)
+            say(f"{what}: FAILED: {error}")
+
+    def _precision(self) -> None:
+        from cpu_precision import Judge, table
+
+        judge = Judge(self.model, self.args.threads, self.scale.windows, self.scale.num_chats)
+        verdicts = []
+        for contender in self.contenders:
+
+            def write(sequences: list[list[int]], out: Path, contender: Contender = contender) -> None:
+                most = max(map(len, sequences))
+                settings = {"sequences": sequences, "out": str(out)}
+                contender.run({"kind": "logits", "prompt_tokens": most, "settings": settings}, self.args.threads)
+
+            verdict = judge.ours(contender.settings) if contender.name == OURS else judge.theirs(write)
+            verdicts.append(replace(verdict, name=contender.name))
+            self.report.verdicts[contender.name] = {**asdict(verdicts[-1]), "misses": verdict.misses}
+        judge.close()
+        say(f"\nAgainst fp32 of the file as it ships:\n{table(verdicts)}")
+
+
+def facts(args: argparse.Namespace, who: Sequence[Contender]) -> dict[str, Any]:
+    peer = next((cpu_peer.version(one.python) for one in who if one.name != OURS), None)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quire": __version__,
+        "llama_cpp_python": peer,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": args.threads,
+        "python": sys.version.split()[0],
+        "command": " ".join(sys.argv),
+        "rounds": args.rounds,
+    }
+
+
+def parse() -> argparse.Namespace:
+    def names(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+        def read(text: str) -> tuple[str, ...]:
+            found = tuple(text.split(","))
+            if unknown := [name for name in found if name not in allowed]:
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+            return found
+
+        return read
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
+    parser.add_argument("--backend", default="native")
+    parser.add_argument("--precision", help="of the native backend; its own choice, if not given")
+    parser.add_argument("--model", help="the default model, if not given")
+    parser.add_argument("--clients", type=lambda text: tuple(map(int, text.split(","))), help="for decode: 1,4,8,16,32")
+    parser.add_argument("--formats", type=names(FORMATS), help=f"of llama.cpp: some of {','.join(FORMATS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
+    parser.add_argument("--no-llama", action="store_true", help="ours alone")
+    parser.add_argument("--out", type=Path, help="write everything into this JSON file")
+    parser.add_argument("--quick", action="store_true", help="little of everything, once: does it run")
+    args = parser.parse_args()
+    args.scale = QUICK if args.quick else FULL
+    if args.clients:
+        args.scale = replace(args.scale, clients=args.clients)
+    args.formats = args.formats or (FORMATS[:1] if args.quick else FORMATS)
+    args.rounds = 1 if args.quick else args.rounds
+    return args
+
+
+def main() -> None:
+    started_s = time.perf_counter()
+    args = parse()
+    report = Bench(args).run()
+    if report.rows:
+        say(f"\n{args.threads} threads, medians of {args.rounds} rounds\n\n{report.table()}")
+    if (others := report.others(*report.found)) > QUIET:
+        say(f"\nOthers took {others:.0%} of the machine meanwhile: measure again when it is quiet.")
+    if memory := report.memory_table():
+        say(f"\nMemory in MB, as in the row of the peak:\n\n{memory}")
+    say(f"\n{time.perf_counter() - started_s:.0f} s in all")
+    if report.failures:
+        sys.exit("not right: " + "; ".join(report.failures))
+
+
+if __name__ == "__main__":
+    main()

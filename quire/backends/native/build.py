@@ -1,0 +1,53 @@
+"""From a checkpoint and what the user asked for to a runner that is ready."""
+
+from __future__ import annotations
+
+from quire.backends.base import DEFAULT_MAX_SEQS, BackendOptions, Progress, Runner
+from quire.backends.machine import choose_threads
+from quire.backends.native.library import Engine, load_library
+from quire.backends.native.model import NativeModel, block_bytes
+from quire.backends.native.packing import pack_model
+from quire.backends.native.runner import NativeRunner
+from quire.backends.pool import PoolRequest
+from quire.errors import InvalidRequest, UnsupportedModel
+from quire.weights.checkpoint import Checkpoint
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
+
+
+def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
+    spec = checkpoint.spec
+    load_library()
+    if spec.family not in FAMILIES:
+        raise UnsupportedModel(
+            f"model family {spec.family!r} is not one the native backend runs: {', '.join(FAMILIES)}."
+            " The torch backend may: --backend torch"
+        )
+    if options.device not in ("auto", "cpu"):
+        raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU, torch on others")
+    if options.dtype not in ("auto", "int8"):
+        raise InvalidRequest(
+            f"dtype = {options.dtype!r}: the native backend keeps weights in 4 and 8 bits; --backend torch has others"
+        )
+    max_context = options.max_context or spec.max_context
+    if max_context > spec.max_context:
+        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
+    max_seqs = options.max_seqs or DEFAULT_MAX_SEQS
+    num_threads = choose_threads(options.num_threads)
+    packed = pack_model(checkpoint, num_threads, progress)
+    engine = Engine(num_threads)
+    try:
+        per_block = spec.num_layers * block_bytes(engine, spec, options.block_size)
+        model = NativeModel(
+            spec,
+            packed,
+            engine,
+            num_blocks=PoolRequest(options, per_block, max_seqs, max_context).num_blocks_on_cpu(),
+            block_size=options.block_size,
+            max_context=max_context,
+            precision=options.precision,
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return NativeRunner(model, max_seqs=max_seqs)

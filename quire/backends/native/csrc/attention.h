@@ -1,0 +1,169 @@
+/* Attention of one query over its paged context. Included by every variant.
+
+   The state of a query (peak, sum, mix of values, for each head of one KV head) goes through the blocks of its context in
+   order, one at a time. What happens to it depends on nothing but its own position and keys: alone, in a batch, in a
+   chunk of a prompt, the same operations in the same order, so the same bits. */
+#include <math.h>
+
+#include "vectors.h"
+
+typedef struct {
+    const void *keys;   /* [D, key stride]: halves, or floats made of them */
+    const void *values; /* [block size, head stride] */
+    int first, last;    /* keys of the block that the query sees */
+} block_view;
+
+enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys, or dimensions, and heads that are in registers at a time */
+enum { MIN_EXPANDED = 3 }; /* queries for which a block is made fp32 once, instead of at every use: the same numbers */
+
+static inline __attribute__((always_inline)) vec load_either(const void *base, size_t at, const int is_float) {
+    return is_float ? load((const float *)base + at) : load_halves((const uint16_t *)base + at);
+}
+
+/* scores [heads, score stride] of a block's keys; beyond the last one lies what the memory held: unused. */
+static inline __attribute__((always_inline)) void score_block(
+    const attention_shape *shape, const float *q, const block_view *block, float *scores, const int num_heads,
+    const int is_float) {
+    const int head_size = shape->head_size;
+    for (int first = 0; first < block->last; first += WIDTH) {
+        vec sums[MAX_HEADS][4];
+        for (int h = 0; h < num_heads; h++)
+            for (int j = 0; j < 4; j++) sums[h][j] = fill(0);
+        size_t at = (size_t)first;
+        for (int d = 0; d < head_size; d++, at += (size_t)shape->key_stride) {
+            vec k[4];
+            for (int j = 0; j < 4; j++) k[j] = load_either(block->keys, at + (size_t)(j * LANES), is_float);
+            for (int h = 0; h < num_heads; h++)
+                for (int j = 0; j < 4; j++) sums[h][j] = mul_add_one(k[j], q[h * head_size + d], sums[h][j]);
+        }
+        for (int h = 0; h < num_heads; h++)
+            for (int j = 0; j < 4; j++) store(scores + h * shape->score_stride + first + j * LANES, sums[h][j]);
+    }
+}
+
+/* mix [heads, head stride] = mix * shrink + weights [heads, score stride] times values */
+static inline __attribute__((always_inline)) void mix_block(
+    const attention_shape *shape, const float *weights, const float *shrink, const block_view *block, float *mix,
+    const int num_heads, const int is_float) {
+    const int stride = shape->head_stride;
+    for (int first = 0; first < stride; first += WIDTH) {
+        vec sums[MAX_HEADS][4];
+        for (int h = 0; h < num_heads; h++)
+            for (int j = 0; j < 4; j++) sums[h][j] = mul(load(mix + h * stride + first + j * LANES), fill(shrink[h]));
+        for (int key = block->first; key < block->last; key++) {
+            const size_t at = (size_t)(key * stride + first);
+            vec v[4];
+            for (int j = 0; j < 4; j++) v[j] = load_either(block->values, at + (size_t)(j * LANES), is_float);
+            for (int h = 0; h < num_heads; h++)
+                for (int j = 0; j < 4; j++)
+                    sums[h][j] = mul_add_one(v[j], weights[h * shape->score_stride + key], sums[h][j]);
+        }
+        for (int h = 0; h < num_heads; h++)
+            for (int j = 0; j < 4; j++) store(mix + h * stride + first + j * LANES, sums[h][j]);
+    }
+}
+
+/* Scores to weights, in place; the peak and the sum of a head go on. Returns what older weights shrink by. */
+static inline float soften(
+    const attention_shape *shape, float *scores, const block_view *block, float *peak_so_far, float *sum) {
+    const int stride = shape->score_stride;
+    if (shape->cap != 0)
+        for (int i = block->first; i < block->last; i++) scores[i] = shape->cap * tanhf(scores[i] / shape->cap);
+    for (int i = 0; i < block->first; i++) scores[i] = -INFINITY;
+    for (int i = block->last; i < stride; i++) scores[i] = -INFINITY;
+    vec highs = fill(*peak_so_far), sums = fill(0);
+    for (int i = 0; i < stride; i += LANES) highs = highest(highs, load(scores + i));
+    const float high = peak(highs);
+    const vec top = fill(high);
+    for (int i = 0; i < stride; i += LANES) { /* e^-87 for the hidden: nothing in fp32 beside 1 */
+        const vec weights = exponential(sub(load(scores + i), top));
+        store(scores + i, weights);
+        sums = add(sums, weights);
+    }
+    float shrink[LANES] = {1};
+    if (high != *peak_so_far) store(shrink, exponential(fill(*peak_so_far - high)));
+    *sum = *sum * shrink[0] + total(sums);
+    *peak_so_far = high;
+    return shrink[0];
+}
+
+typedef struct { /* of some heads of a query, while it goes through its blocks */
+    float peaks[MAX_HEADS], sums[MAX_HEADS];
+} head_state;
+
+static inline __attribute__((always_inline)) void take_block(
+    const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *state, float *mix,
+    const int num_heads, const int is_float) {
+    float shrink[MAX_HEADS];
+    score_block(shape, q, block, scores, num_heads, is_float);
+    for (int h = 0; h < num_heads; h++)
+        shrink[h] = soften(shape, scores + h * shape->score_stride, block, &state->peaks[h], &state->sums[h]);
+    mix_block(shape, scores, shrink, block, mix, num_heads, is_float);
+}
+
+static void expand_block(const attention_shape *shape, block_view *block, float *scratch) {
+    const size_t num_keys = shape->values_at, num_values = (size_t)(shape->block_size * shape->head_stride);
+    for (size_t i = 0; i < num_keys; i += LANES) store(scratch + i, load_halves((const uint16_t *)block->keys + i));
+    for (size_t i = 0; i < num_values; i += LANES)
+        store(scratch + num_keys + i, load_halves((const uint16_t *)block->values + i));
+    block->keys = scratch;
+    block->values = scratch + num_keys;
+}
+
+/* Some queries of one sequence, one after the other, through the same blocks: for `num_heads` heads of each. */
+static inline __attribute__((always_inline)) void attend_heads(
+    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out,
+    const int num_heads) {
+    const int size = shape->block_size, mix_size = num_heads * shape->head_stride, count = rows->count;
+    const int q_size = num_heads * shape->head_size;
+    head_state states[MAX_QUERIES];
+    float *scores = scratch, *mix = scores + MAX_HEADS * shape->score_stride, *scaled = mix + count * mix_size;
+    float *expanded = scaled + count * q_size;
+    for (int i = 0; i < count; i++) {
+        for (int h = 0; h < num_heads; h++) states[i].peaks[h] = -1e30f, states[i].sums[h] = 0;
+        for (int j = 0; j < q_size; j++) scaled[i * q_size + j] = q[(size_t)i * rows->q_stride + (size_t)j] * shape->scale;
+    }
+    memset(mix, 0, (size_t)(count * mix_size) * sizeof *mix);
+    const int first_seen = shape->window && rows->position >= shape->window ? rows->position - shape->window + 1 : 0;
+    for (int number = first_seen / size; number * size < rows->position + count; number++) {
+        const uint16_t *at = shape->layer + (size_t)rows->table[number] * shape->block_halves;
+        block_view block = {at, at + shape->values_at, 0, 0};
+        const int is_float = count >= MIN_EXPANDED;
+        if (is_float) expand_block(shape, &block, expanded);
+        for (int i = 0; i < count; i++) {
+            const int last_key = rows->position + i + 1;
+            const int first_key = shape->window && last_key > shape->window ? last_key - shape->window : 0;
+            if (last_key <= number * size || first_key >= (number + 1) * size) continue;
+            block.first = first_key > number * size ? first_key - number * size : 0;
+            block.last = last_key - number * size < size ? last_key - number * size : size;
+            float *from = scaled + i * q_size, *to = mix + i * mix_size;
+            if (is_float) take_block(shape, from, &block, scores, &states[i], to, num_heads, 1);
+            else take_block(shape, from, &block, scores, &states[i], to, num_heads, 0);
+        }
+    }
+    for (int i = 0; i < count; i++)
+        for (int h = 0; h < num_heads; h++)
+            for (int d = 0; d < shape->head_size; d++)
+                out[(size_t)i * rows->out_stride + (size_t)(h * shape->head_size + d)] =
+                    mix[i * mix_size + h * shape->head_stride + d] / states[i].sums[h];
+}
+
+/* floats that `attend` works in */
+static size_t attend_scratch(const attention_shape *shape) {
+    const size_t heads = MAX_HEADS * (size_t)(shape->head_stride + shape->head_size);
+    return (size_t)(MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
+           (size_t)(shape->block_size * shape->head_stride) + 64;
+}
+
+/* All query heads that share this KV head, of up to MAX_QUERIES rows: q and out [rows, heads, D], with strides. */
+static void attend(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out) {
+    for (int head = 0; head < shape->num_heads; head += MAX_HEADS) {
+        const int left = shape->num_heads - head < MAX_HEADS ? shape->num_heads - head : MAX_HEADS;
+        const float *from = q + head * shape->head_size;
+        float *to = out + head * shape->head_size;
+        if (left == 4) attend_heads(shape, rows, from, scratch, to, 4);
+        else if (left == 3) attend_heads(shape, rows, from, scratch, to, 3);
+        else if (left == 2) attend_heads(shape, rows, from, scratch, to, 2);
+        else attend_heads(shape, rows, from, scratch, to, 1);
+    }
+}

@@ -1,0 +1,416 @@
+/* One forward pass: a batch of tokens through all layers, logits for the rows that want them. */
+#include <math.h>
+#include <string.h>
+
+#include "half.h"
+#include "inner.h"
+
+enum { UNITS_PER_THREAD = 4 }; /* pieces of a product, so that a thread that was held up does not hold up the rest */
+
+typedef struct {
+    quire_engine *engine;
+    const quire_variant *run;
+    const quire_model *model;
+    const quire_batch *batch;
+    float *x;      /* [T, E]: the residual stream */
+    float *inner;  /* [T, largest output of a product] */
+    float *mixed;  /* [T, max(H * D, E)]: what attention gives, and what products give back */
+    float *normed; /* [T, E] */
+    quire_input input;
+    int32_t *sequences; /* [T]: of each row */
+    int32_t *tiles;     /* [tiles]: first rows */
+    int num_tiles;
+} pass;
+
+static size_t rounded(size_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
+
+static int outputs(const quire_linear *linear) {
+    int rows = 0;
+    for (int i = 0; i < linear->num_parts; i++) rows += linear->parts[i].rows;
+    return rows;
+}
+
+/* Matrix products */
+
+typedef struct {
+    quire_engine *engine;
+    const quire_variant *run;
+    const quire_linear *linear;
+    const quire_input *input;
+    float *y;
+    int stride, num_panels, per_unit;
+} product;
+
+static void multiply_unit(void *context, int unit, int thread) {
+    const product *job = context;
+    float *scratch = quire_own_memory(job->engine, thread);
+    int first = unit * job->per_unit, last = first + job->per_unit;
+    if (last > job->num_panels) last = job->num_panels;
+    int part_first = 0, column = 0;
+    for (int i = 0; i < job->linear->num_parts; i++) {
+        const quire_matrix *part = &job->linear->parts[i];
+        const int panels = ceil_div(part->rows, PANEL);
+        const size_t size = (size_t)panel_bytes(part->kind) * (size_t)job->input->num_groups;
+        for (int at = first > part_first ? first : part_first; at < last && at < part_first + panels; at++) {
+            const int row = (at - part_first) * PANEL, left = part->rows - row;
+            job->run->panel(part->data + (size_t)(at - part_first) * size, part->kind, job->input, scratch,
+                            job->y + column + row, (size_t)job->stride, left < PANEL ? left : PANEL);
+        }
+        part_first += panels;
+        column += part->rows;
+    }
+}
+
+static void add_bias(const quire_variant *run, const float *bias, int num_rows, int count, float *y) {
+    for (int row = 0; row < num_rows; row++) run->add(y + (size_t)row * (size_t)count, bias, count);
+}
+
+static void project(
+    quire_engine *engine, const quire_variant *run, const quire_linear *linear, const quire_input *input, float *y) {
+    int num_panels = 0;
+    for (int i = 0; i < linear->num_parts; i++) num_panels += ceil_div(linear->parts[i].rows, PANEL);
+    const int count = outputs(linear), wanted = quire_num_threads(engine) * UNITS_PER_THREAD;
+    const int per_unit = ceil_div(num_panels, wanted < num_panels ? wanted : num_panels);
+    product job = {engine, run, linear, input, y, count, num_panels, per_unit};
+    quire_run(engine, multiply_unit, &job, ceil_div(num_panels, per_unit));
+    if (linear->bias) add_bias(run, linear->bias, input->num_rows, count, y);
+}
+
+/* Rows: norms, rounding, rotation */
+
+enum { ROWS_PER_UNIT = 4 };
+
+typedef struct {
+    pass *step;
+    const quire_layer *layer;
+    const float *post_norm, *weight, *source;
+    int count, index;
+    size_t stride;
+} row_job;
+
+static int row_units(int num_rows) { return ceil_div(num_rows, ROWS_PER_UNIT); }
+
+static void each_row(void *context, int unit, int num_rows, void (*one)(row_job *job, int row)) {
+    const int first = unit * ROWS_PER_UNIT;
+    for (int row = first; row < first + ROWS_PER_UNIT && row < num_rows; row++) one(context, row);
+}
+
+static void norm_one(row_job *job, int row) {
+    const pass *step = job->step;
+    const int size = step->model->hidden_size;
+    const size_t at = (size_t)row * (size_t)size;
+    const float eps = step->model->norm_eps;
+    float *added = step->mixed + at;
+    if (job->post_norm) step->run->norm(added, NULL, job->post_norm, size, eps, added);
+    step->run->norm(step->x + at, added, job->weight, size, eps, step->normed + at);
+    step->run->quantize(step->normed + at, size, &job->step->input, row);
+}
+
+static void norm_unit(void *context, int unit, int thread) {
+    (void)thread;
+    each_row(context, unit, ((row_job *)context)->step->batch->num_tokens, norm_one);
+}
+
+static void set_input(quire_input *input, int num_rows, int cols, int refine) {
+    input->num_rows = num_rows;
+    input->num_groups = ceil_div(cols, GROUP);
+    input->num_refined = num_refined(input->num_groups, refine);
+}
+
+/* The residual stream takes up what the last product gave, normed where the model does that; its own norm is the input
+   of the next product. */
+static void norm_rows(pass *step, const float *post_norm, const float *weight, int refine) {
+    set_input(&step->input, step->batch->num_tokens, step->model->hidden_size, refine);
+    row_job job = {.step = step, .post_norm = post_norm, .weight = weight};
+    quire_run(step->engine, norm_unit, &job, row_units(step->batch->num_tokens));
+}
+
+static void quantize_one(row_job *job, int row) {
+    job->step->run->quantize(job->source + (size_t)row * job->stride, job->count, &job->step->input, row);
+}
+
+static void quantize_unit(void *context, int unit, int thread) {
+    (void)thread;
+    each_row(context, unit, ((row_job *)context)->step->input.num_rows, quantize_one);
+}
+
+static void gate_one(row_job *job, int row) {
+    float *gate = (float *)job->source + (size_t)row * job->stride;
+    job->step->run->gate(gate, gate + job->count, job->count, job->step->model->activation);
+    job->step->run->quantize(gate, job->count, &job->step->input, row);
+}
+
+static void gate_unit(void *context, int unit, int thread) {
+    (void)thread;
+    each_row(context, unit, ((row_job *)context)->step->input.num_rows, gate_one);
+}
+
+static void quantize_rows(
+    pass *step, const float *source, int num_rows, int count, size_t stride, int refine, quire_task task) {
+    set_input(&step->input, num_rows, count, refine);
+    row_job job = {.step = step, .source = source, .count = count, .stride = stride};
+    quire_run(step->engine, task, &job, row_units(num_rows));
+}
+
+/* Attention */
+
+static int key_stride(const quire_model *model) { return ceil_div(model->block_size, 8) * 8; }
+static int value_stride(const quire_model *model) { return ceil_div(model->head_size, 32) * 32; }
+
+static size_t head_halves(const quire_model *model) { /* keys and values of one KV head in one block */
+    return (size_t)model->head_size * (size_t)key_stride(model) + (size_t)model->block_size * (size_t)value_stride(model);
+}
+
+size_t quire_block_bytes(const quire_model *model) {
+    return 2 * rounded((size_t)model->num_kv_heads * head_halves(model));
+}
+
+static uint16_t *layer_pool(const quire_model *model, int index) {
+    return model->pool + (size_t)index * (size_t)model->num_blocks * (quire_block_bytes(model) / 2);
+}
+
+/* Rows of the batch in tiles that attention takes together, and of each row its sequence. */
+static void lay_tiles(pass *step) {
+    const quire_batch *batch = step->batch;
+    step->num_tiles = 0;
+    for (int seq = 0; seq < batch->num_seqs; seq++) {
+        for (int row = batch->first_rows[seq]; row < batch->first_rows[seq + 1]; row++) {
+            step->sequences[row] = seq;
+            if ((row - batch->first_rows[seq]) % MAX_QUERIES == 0) step->tiles[step->num_tiles++] = row;
+        }
+    }
+}
+
+static const int32_t *table_of(const pass *step, int row) {
+    return step->batch->tables + (size_t)step->sequences[row] * (size_t)step->batch->table_stride;
+}
+
+static void store_one(row_job *job, int row) {
+    pass *step = job->step;
+    const quire_model *model = step->model;
+    const quire_layer *layer = job->layer;
+    const int size = model->head_size, heads = model->num_heads, kv_heads = model->num_kv_heads;
+    const int position = step->batch->positions[row], half = model->rotary_size / 2;
+    float *qkv = step->inner + (size_t)row * (size_t)((heads + 2 * kv_heads) * size);
+    const size_t angle = (size_t)position * (size_t)half;
+    for (int head = 0; head < heads + kv_heads; head++) {
+        float *x = qkv + head * size;
+        const float *weight = head < heads ? layer->q_norm : layer->k_norm;
+        if (weight) step->run->norm(x, NULL, weight, size, model->norm_eps, x);
+        step->run->rotate(x, layer->cosines + angle, layer->sines + angle, half);
+    }
+    const int32_t *table = table_of(step, row);
+    uint16_t *block = layer_pool(model, job->index) +
+                      (size_t)table[position / model->block_size] * (quire_block_bytes(model) / 2);
+    const int slot = position % model->block_size;
+    for (int head = 0; head < kv_heads; head++) {
+        uint16_t *keys = block + (size_t)head * head_halves(model);
+        uint16_t *values = keys + (size_t)size * (size_t)key_stride(model) + (size_t)slot * (size_t)value_stride(model);
+        const float *k = qkv + (heads + head) * size, *v = k + kv_heads * size;
+        for (int d = 0; d < size; d++) keys[d * key_stride(model) + slot] = float_to_half(k[d]);
+        for (int d = 0; d < size; d++) values[d] = float_to_half(v[d]);
+    }
+}
+
+static void store_unit(void *context, int unit, int thread) {
+    (void)thread;
+    each_row(context, unit, ((row_job *)context)->step->batch->num_tokens, store_one);
+}
+
+static attention_shape shape_of(const pass *step, const quire_layer *layer, int index, int kv_head) {
+    const quire_model *model = step->model;
+    return (attention_shape){
+        .num_heads = model->num_heads / model->num_kv_heads,
+        .head_size = model->head_size,
+        .block_size = model->block_size,
+        .key_stride = key_stride(model),
+        .score_stride = ceil_div(model->block_size, 32) * 32,
+        .head_stride = value_stride(model),
+        .scale = model->attention_scale,
+        .cap = model->attention_softcap,
+        .window = layer->window,
+        .layer = layer_pool(model, index) + (size_t)kv_head * head_halves(model),
+        .block_halves = quire_block_bytes(model) / 2,
+        .values_at = (size_t)model->head_size * (size_t)key_stride(model),
+    };
+}
+
+static void attend_unit(void *context, int unit, int thread) {
+    const row_job *job = context;
+    const pass *step = job->step;
+    const quire_model *model = step->model;
+    const quire_batch *batch = step->batch;
+    const int kv_heads = model->num_kv_heads, size = model->head_size, group = model->num_heads / kv_heads;
+    const int row = step->tiles[unit / kv_heads], kv_head = unit % kv_heads;
+    const int left = batch->first_rows[step->sequences[row] + 1] - row;
+    const size_t q_stride = (size_t)((model->num_heads + 2 * kv_heads) * size), out_stride = (size_t)(model->num_heads * size);
+    const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
+    const attention_rows rows = {
+        left < MAX_QUERIES ? left : MAX_QUERIES, batch->positions[row], table_of(step, row), q_stride, out_stride};
+    const size_t head = (size_t)(kv_head * group * size);
+    step->run->attend(&shape, &rows, step->inner + (size_t)row * q_stride + head, quire_own_memory(step->engine, thread),
+                      step->mixed + (size_t)row * out_stride + head);
+}
+
+static void run_layer(pass *step, int index) {
+    const quire_model *model = step->model;
+    const quire_layer *layer = &model->layers[index];
+    const int num_tokens = step->batch->num_tokens;
+    norm_rows(step, index ? model->layers[index - 1].post_mlp_norm : NULL, layer->input_norm, model->refine.qkv);
+    project(step->engine, step->run, &layer->qkv, &step->input, step->inner);
+    row_job job = {.step = step, .layer = layer, .index = index};
+    quire_run(step->engine, store_unit, &job, row_units(num_tokens));
+    quire_run(step->engine, attend_unit, &job, step->num_tiles * model->num_kv_heads);
+    const int mixed = model->num_heads * model->head_size;
+    quantize_rows(step, step->mixed, num_tokens, mixed, (size_t)mixed, model->refine.o, quantize_unit);
+    project(step->engine, step->run, &layer->o, &step->input, step->mixed);
+    norm_rows(step, layer->post_attention_norm, layer->mlp_norm, model->refine.gate_up);
+    project(step->engine, step->run, &layer->gate_up, &step->input, step->inner);
+    quantize_rows(
+        step, step->inner, num_tokens, model->ffn_size, (size_t)(2 * model->ffn_size), model->refine.down, gate_unit);
+    project(step->engine, step->run, &layer->down, &step->input, step->mixed);
+}
+
+/* The whole */
+
+static int largest(int a, int b) { return a > b ? a : b; }
+
+static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
+    if (base) *out = (char *)base + *used;
+    *used += rounded(num_bytes);
+    return *used;
+}
+
+/* Lays the working memory out; with no base, only says how much it takes. */
+static size_t lay_out(pass *step, void *base) {
+    const quire_model *model = step->model;
+    const size_t rows = (size_t)largest(step->batch->num_tokens, step->batch->num_logits);
+    const int hidden = model->hidden_size, heads = model->num_heads * model->head_size;
+    const int qkv = heads + 2 * model->num_kv_heads * model->head_size;
+    const size_t groups = (size_t)ceil_div(largest(largest(hidden, heads), model->ffn_size), GROUP);
+    size_t used = 0;
+    carve(base, &used, rows * (size_t)hidden * 4, (void **)&step->x);
+    carve(base, &used, rows * (size_t)hidden * 4, (void **)&step->normed);
+    carve(base, &used, rows * (size_t)largest(qkv, 2 * model->ffn_size) * 4, (void **)&step->inner);
+    carve(base, &used, rows * (size_t)largest(heads, hidden) * 4, (void **)&step->mixed);
+    carve(base, &used, rows * groups * GROUP, (void **)&step->input.q);
+    carve(base, &used, rows * groups * 4, (void **)&step->input.scales);
+    carve(base, &used, rows * groups * 4, (void **)&step->input.sums);
+    carve(base, &used, rows * groups * GROUP, (void **)&step->input.rest);
+    carve(base, &used, rows * groups * 4, (void **)&step->input.rest_scales);
+    carve(base, &used, rows * groups * 4, (void **)&step->input.refined);
+    carve(base, &used, rows * 4, (void **)&step->sequences);
+    carve(base, &used, rows * 4, (void **)&step->tiles);
+    return used;
+}
+
+static void embed(pass *step) {
+    const quire_model *model = step->model;
+    const quire_matrix *matrix = &model->embedding.parts[0];
+    for (int row = 0; row < step->batch->num_tokens; row++) {
+        float *x = step->x + (size_t)row * (size_t)model->hidden_size;
+        quire_unpack(matrix, step->batch->tokens[row], x);
+        if (model->embedding_scale != 1)
+            for (int i = 0; i < model->hidden_size; i++) x[i] *= model->embedding_scale;
+        memset(step->mixed + (size_t)row * (size_t)model->hidden_size, 0, (size_t)model->hidden_size * sizeof(float));
+    }
+}
+
+static void judge(const pass *step) {
+    const int hidden = step->model->hidden_size;
+    for (int seq = 0; seq < step->batch->num_seqs; seq++) {
+        const float *x = step->normed + (size_t)(step->batch->first_rows[seq + 1] - 1) * (size_t)hidden;
+        float nothing = 0;
+        for (int i = 0; i < hidden; i++) nothing += x[i] - x[i];
+        step->batch->is_sound[seq] = nothing == 0;
+    }
+}
+
+static void make_logits(pass *step, const float *hidden, int num_rows, float *logits) {
+    const quire_model *model = step->model;
+    const int size = model->hidden_size;
+    quantize_rows(step, hidden, num_rows, size, (size_t)size, model->refine.head, quantize_unit);
+    project(step->engine, step->run, &model->head, &step->input, logits);
+    const float cap = model->logit_softcap;
+    if (cap == 0) return;
+    const size_t count = (size_t)num_rows * (size_t)model->vocab_size;
+    for (size_t i = 0; i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
+}
+
+/* Rows that want logits, one after the other. */
+static const float *gather_rows(const pass *step) {
+    const quire_batch *batch = step->batch;
+    const size_t hidden = (size_t)step->model->hidden_size;
+    for (int i = 0; i < batch->num_logits; i++)
+        memcpy(step->x + (size_t)i * hidden, step->normed + (size_t)batch->logit_rows[i] * hidden, hidden * sizeof(float));
+    return step->x;
+}
+
+static int reserve(pass *step) {
+    void *base = quire_shared_memory(step->engine, lay_out(step, NULL));
+    if (!base) return -1;
+    lay_out(step, base);
+    const quire_model *model = step->model;
+    const int widest = largest(largest(model->hidden_size, model->ffn_size), model->num_heads * model->head_size);
+    const attention_shape shape = shape_of(step, &model->layers[0], 0, 0);
+    const size_t panel = panel_scratch(ceil_div(widest, GROUP)), attention = step->run->attend_scratch(&shape);
+    return quire_reserve_own(step->engine, 4 * (panel > attention ? panel : attention) + 64);
+}
+
+int quire_forward(quire_engine *engine, const quire_model *model, const quire_batch *batch) {
+    pass step = {.engine = engine, .run = quire_variant_now(), .model = model, .batch = batch};
+    if (reserve(&step)) return -1;
+    lay_tiles(&step);
+    embed(&step);
+    for (int index = 0; index < model->num_layers; index++) run_layer(&step, index);
+    norm_rows(&step, model->layers[model->num_layers - 1].post_mlp_norm, model->norm, 0);
+    judge(&step);
+    if (batch->hidden)
+        memcpy(batch->hidden, step.normed, (size_t)batch->num_tokens * (size_t)model->hidden_size * sizeof(float));
+    if (batch->num_logits) make_logits(&step, gather_rows(&step), batch->num_logits, batch->logits);
+    return 0;
+}
+
+int quire_logits(quire_engine *engine, const quire_model *model, const float *hidden, int num_rows, float *logits) {
+    const quire_batch batch = {.num_tokens = num_rows};
+    pass step = {.engine = engine, .run = quire_variant_now(), .model = model, .batch = &batch};
+    if (reserve(&step)) return -1;
+    make_logits(&step, hidden, num_rows, logits);
+    return 0;
+}
+
+int quire_project(quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y) {
+    const int cols = linear->parts[0].cols, groups = ceil_div(cols, GROUP), refined = num_refined(groups, refine);
+    const size_t rows = (size_t)num_rows, cells = rows * (size_t)groups, rests = rows * (size_t)(refined + 1);
+    char *memory = quire_shared_memory(engine, rounded(cells * GROUP) + rounded(rests * GROUP) + 16 * (cells + rests) + 256);
+    if (!memory || quire_reserve_own(engine, 4 * panel_scratch(groups) + 64)) return -1;
+    quire_input input = {num_rows, groups, refined, (int8_t *)memory, NULL, NULL, NULL, NULL, NULL};
+    input.rest = (int8_t *)(memory + rounded(cells * GROUP));
+    input.scales = (float *)(input.rest + rounded(rests * GROUP));
+    input.sums = input.scales + cells;
+    input.rest_scales = input.sums + cells;
+    input.refined = (int32_t *)(input.rest_scales + rests);
+    const quire_variant *run = quire_variant_now();
+    for (int row = 0; row < num_rows; row++) run->quantize(x + (size_t)row * (size_t)cols, cols, &input, row);
+    project(engine, run, linear, &input, y);
+    return 0;
+}
+
+void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs) {
+    const size_t size = quire_block_bytes(model);
+    for (int index = 0; index < model->num_layers; index++) {
+        char *layer = (char *)layer_pool(model, index);
+        for (int i = 0; i < num_pairs; i++)
+            memcpy(layer + (size_t)pairs[2 * i + 1] * size, layer + (size_t)pairs[2 * i] * size, size);
+    }
+}
+
+void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks) {
+    const size_t halves = quire_block_bytes(model) / 2;
+    for (int index = 0; index < model->num_layers; index++)
+        for (int i = 0; i < num_blocks; i++) {
+            uint16_t *at = layer_pool(model, index) + (size_t)blocks[i] * halves;
+            for (size_t j = 0; j < halves; j++)
+                if ((at[j] & 0x7c00) == 0x7c00) at[j] = 0;
+        }
+}

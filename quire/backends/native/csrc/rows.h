@@ -1,0 +1,150 @@
+/* What is done to rows of numbers between the matrix products. Included by every variant. */
+#include <math.h>
+
+#include "vectors.h"
+
+/* x + y into x (y may be NULL), then its RMS norm times weight into out. `size` is any; rows are padded to whole vectors
+   with zeros by their owner. */
+static void norm_row(float *x, const float *y, const float *weight, int count, float eps, float *out) {
+    vec squares[2] = {fill(0), fill(0)};
+    int i = 0, turn = 0;
+    for (; i + LANES <= count; i += LANES, turn ^= 1) {
+        vec one = load(x + i);
+        if (y) {
+            one = add(one, load(y + i));
+            store(x + i, one);
+        }
+        squares[turn] = mul_add(one, one, squares[turn]);
+    }
+    float sum = total(add(squares[0], squares[1]));
+    for (; i < count; i++) {
+        if (y) x[i] += y[i];
+        sum += x[i] * x[i];
+    }
+    const float factor = 1.0f / sqrtf(sum / (float)count + eps);
+    for (i = 0; i + LANES <= count; i += LANES) store(out + i, mul(mul(load(x + i), fill(factor)), load(weight + i)));
+    for (; i < count; i++) out[i] = x[i] * factor * weight[i];
+}
+
+static inline vec sigmoid(vec x) {
+    return reciprocal(add(fill(1.0f), exponential(sub(fill(0.0f), x))));
+}
+
+static inline vec activate(vec x, int activation) {
+    if (activation == 0) return mul(x, sigmoid(x));
+    /* gelu by tanh: x / 2 * (1 + tanh(z)) is x * sigmoid(2 z) */
+    vec cube = mul(mul(x, x), x);
+    return mul(x, sigmoid(mul(fill(1.5957691216f), mul_add(cube, fill(0.044715f), x))));
+}
+
+/* activation(gate) * up, in place of the gate. */
+static void gate_row(float *gate, const float *up, int count, int activation) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(gate + i, mul(activate(load(gate + i), activation), load(up + i)));
+    if (i == count) return;
+    float x[LANES] = {0}, y[LANES] = {0};
+    memcpy(x, gate + i, (size_t)(count - i) * sizeof *x);
+    memcpy(y, up + i, (size_t)(count - i) * sizeof *y);
+    store(x, mul(activate(load(x), activation), load(y)));
+    memcpy(gate + i, x, (size_t)(count - i) * sizeof *x);
+}
+
+/* Halves are rotated against each other. */
+static void rotate_head(float *x, const float *cosines, const float *sines, int half) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vec a = load(x + i), b = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+        store(x + i, sub(mul(a, c), mul(b, s)));
+        store(x + half + i, mul_add(b, c, mul(a, s)));
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[half + i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+static void add_row(float *x, const float *y, int count) {
+    for (int i = 0; i < count; i++) x[i] += y[i];
+}
+
+/* The groups with the largest scales, as many as will be refined, in ascending order: equal ones from the left. */
+static void choose_refined(const float *scales, int num_groups, int num_chosen, int32_t *chosen) {
+    float threshold = -1;
+    int above = 0;
+    if (num_chosen < num_groups) { /* the largest value that fewer than num_chosen others exceed */
+        for (int i = 0; i < num_groups; i++) {
+            int larger = 0, equal = 0;
+            for (int j = 0; j < num_groups; j++) {
+                larger += scales[j] > scales[i];
+                equal += scales[j] == scales[i];
+            }
+            if (larger < num_chosen && larger + equal >= num_chosen) {
+                threshold = scales[i];
+                above = larger;
+                break;
+            }
+        }
+    }
+    int num_equal = num_chosen - above, count = 0;
+    for (int i = 0; i < num_groups && count < num_chosen; i++) {
+        if (scales[i] > threshold || (scales[i] == threshold && num_equal-- > 0)) chosen[count++] = i;
+    }
+    for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* scales that are not numbers: it does not matter */
+}
+
+/* 32 numbers to 8 bits; returns the scale. What is no number leaves a scale that is none either. */
+static float quantize_group(const float *x, int8_t *q) {
+    vec peaks = fill(0), nothing = fill(0);
+    for (int i = 0; i < GROUP; i += LANES) {
+        peaks = highest(peaks, size(load(x + i)));
+        nothing = add(nothing, sub(load(x + i), load(x + i)));
+    }
+    const float largest = peak(peaks), check = total(nothing);
+    if (!(largest > 1e-30f) || check != 0) {
+        memset(q, 0, GROUP);
+        return check == 0 ? 0 : check;
+    }
+    const vec factor = fill(127.0f / largest);
+    for (int i = 0; i < GROUP; i += LANES) store_bytes(q + i, round_whole(mul(load(x + i), factor)));
+    return largest / 127.0f;
+}
+
+static inline int sum_group(const int8_t *q) {
+    int sum = 0;
+    for (int i = 0; i < GROUP; i++) sum += q[i];
+    return sum;
+}
+
+static void quantize_row(const float *x, int count, quire_input *out, int row) {
+    const int num_groups = out->num_groups, refined = out->num_refined;
+    const size_t first = (size_t)row * (size_t)num_groups, first_rest = (size_t)row * (size_t)refined;
+    int8_t *q = out->q + first * GROUP;
+    float *scales = out->scales + first;
+    float padded[GROUP];
+    for (int g = 0; g < num_groups; g++) {
+        const float *at = x + g * GROUP;
+        if ((g + 1) * GROUP > count) {
+            memset(padded, 0, sizeof padded);
+            memcpy(padded, at, (size_t)(count - g * GROUP) * sizeof *at);
+            at = padded;
+        }
+        scales[g] = quantize_group(at, q + g * GROUP);
+        out->sums[first + (size_t)g] = scales[g] * (float)sum_group(q + g * GROUP);
+    }
+    if (!refined) return;
+    int32_t *chosen = out->refined + first_rest;
+    choose_refined(scales, num_groups, refined, chosen);
+    for (int r = 0; r < refined; r++) {
+        const int g = chosen[r];
+        float rest[GROUP];
+        for (int i = 0; i < GROUP; i++) {
+            float number = g * GROUP + i < count ? x[g * GROUP + i] : 0;
+            rest[i] = number - (float)q[g * GROUP + i] * scales[g];
+        }
+        int8_t *codes = out->rest + (first_rest + (size_t)r) * GROUP;
+        const float scale = quantize_group(rest, codes);
+        out->rest_scales[first_rest + (size_t)r] = scale;
+        out->sums[first + (size_t)g] += scale * (float)sum_group(codes);
+    }
+}

@@ -1,0 +1,198 @@
+"""The C library, loaded and described to Python. Its structures are those of csrc/quire.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvalidRequest, InvariantViolation, QuireError
+
+ABI = 1
+GROUP = 32  # inputs of a matrix that share a scale
+MAX_THREADS = 256
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+
+_NAME = "libquire_native.dylib" if sys.platform == "darwin" else "libquire_native.so"
+
+
+class NativeUnavailable(QuireError):
+    """The library is not there, or is not for this machine."""
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("cols", ctypes.c_int32),
+    )
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (("parts", Matrix * 3), ("num_parts", ctypes.c_int32), ("bias", ctypes.c_void_p))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("input_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("post_attention_norm", ctypes.c_void_p),
+        ("post_mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("window", ctypes.c_int32),
+    )
+
+
+class Refine(ctypes.Structure):
+    """Of the input of each product: how many of 256 groups get a second 8 bits."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("qkv", "o", "gate_up", "down", "head"))
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("num_layers", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("ffn_size", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("rotary_size", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("max_context", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("norm_eps", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
+        ("attention_softcap", ctypes.c_float),
+        ("logit_softcap", ctypes.c_float),
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        ("embedding", Linear),
+        ("head", Linear),
+        ("refine", Refine),
+        ("pool", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+    )
+
+
+class BatchArgs(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("num_logits", ctypes.c_int32),
+        ("table_stride", ctypes.c_int32),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("first_rows", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("is_sound", ctypes.c_void_p),
+    )
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Beside this file, where the package's build puts it; QUIRE_NATIVE_LIBRARY names another."""
+    path = Path(os.environ.get("QUIRE_NATIVE_LIBRARY") or Path(__file__).with_name(_NAME))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(
+            f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire builds it, with gcc"
+            " or clang; a wheel brings it built. The torch backend runs without: pip install 'quire[torch]'"
+        ) from None
+    _declare(library)
+    if (abi := library.quire_abi()) != ABI:
+        raise NativeUnavailable(f"{path} is of another quire (interface {abi}, not {ABI}): install quire again")
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    model, batch, linear, matrix = (ctypes.POINTER(one) for one in (Model, BatchArgs, Linear, Matrix))
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "quire_abi": (integer, []),
+        "quire_open": (pointer, [integer]),
+        "quire_close": (None, [pointer]),
+        "quire_use_threads": (integer, [pointer, integer]),
+        "quire_kernels": (ctypes.c_char_p, []),
+        "quire_choose_kernels": (integer, [ctypes.c_char_p]),
+        "quire_list_kernels": (ctypes.c_char_p, []),
+        "quire_forward": (integer, [pointer, model, batch]),
+        "quire_logits": (integer, [pointer, model, pointer, integer, pointer]),
+        "quire_project": (integer, [pointer, linear, pointer, integer, integer, pointer]),
+        "quire_copy_blocks": (None, [model, pointer, integer]),
+        "quire_purge_blocks": (None, [model, pointer, integer]),
+        "quire_block_bytes": (size, [model]),
+        "quire_packed_bytes": (size, [integer, integer, integer]),
+        "quire_source_kind": (integer, [integer]),
+        "quire_pack": (None, [integer, pointer, integer, integer, pointer]),
+        "quire_unpack": (None, [matrix, integer, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def kernels_in_use() -> str:
+    """Which variant of the hot loops runs on this machine."""
+    return str(load_library().quire_kernels().decode())
+
+
+def kernels_available() -> list[str]:
+    """All this machine can run, best first."""
+    return str(load_library().quire_list_kernels().decode()).split(",")
+
+
+def choose_kernels(name: str) -> None:
+    if load_library().quire_choose_kernels(name.encode()):
+        raise NativeUnavailable(f"kernels = {name!r} are not among what this machine runs: {kernels_available()}")
+
+
+class Engine:
+    """Threads and working memory of the library."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.library = load_library()
+        self.num_threads = min(num_threads, MAX_THREADS)
+        self._handle: int | None = self.library.quire_open(self.num_threads)
+        if not self._handle:
+            raise MemoryError("no memory for the threads of the native backend")
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise InvariantViolation("the native backend is closed")
+        return self._handle
+
+    def use_threads(self, num_threads: int) -> None:
+        if num_threads < 1:
+            raise InvalidRequest(f"{num_threads = } is not at least 1")
+        if self.library.quire_use_threads(self.handle, min(num_threads, MAX_THREADS)):
+            raise MemoryError(f"no memory for {num_threads} threads")
+        self.num_threads = min(num_threads, MAX_THREADS)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self.library.quire_close(self._handle)
+            self._handle = None

@@ -1,0 +1,161 @@
+"""From a checkpoint to the packed weights of a model: 4 and 8 bits, as csrc/pack.c lays them out.
+
+What a file stores in 4 bits (Q4_0, Q4_1, Q4_K) or in Q8_0 keeps its own codes; everything else becomes 8 bits in groups
+of 32. Matrices are packed on all threads: the library lets go of the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.backends.base import Progress
+from quire.backends.native.library import Bytes, Floats, Layer, Linear, Matrix, load_library
+from quire.weights.checkpoint import Checkpoint, RawTensor, TensorType
+from quire.weights.dummy import DummyCheckpoint
+from quire.weights.names import check_tensors, expected_tensors
+from quire.weights.quants import to_float32
+from quire.weights.spec import ModelSpec
+
+DUMMY_STD = 0.02
+
+# As csrc/quire.h numbers them. What is not here is decoded to F32 first.
+SOURCES = {
+    TensorType.Q4_0: 0,
+    TensorType.Q4_1: 1,
+    TensorType.Q4_K: 2,
+    TensorType.Q8_0: 3,
+    TensorType.F32: 4,
+    TensorType.F16: 5,
+    TensorType.BF16: 6,
+}
+
+
+@dataclass
+class PackedModel:
+    """Structures for C, and the arrays they point into, which live as long as they do."""
+
+    layers: list[Layer]
+    norm: Floats
+    embedding: Linear
+    head: Linear
+    arrays: list[Bytes | Floats] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+def pack_model(checkpoint: Checkpoint, num_threads: int, progress: Progress | None = None) -> PackedModel:
+    check_tensors(checkpoint)
+    packer = _Packer(checkpoint, progress)
+    spec = checkpoint.spec
+    with ThreadPoolExecutor(num_threads) as pool:
+        packer.start(pool)
+    embedding = packer.linear(["model.embed_tokens"], has_bias=False)
+    head = embedding if spec.is_tied else packer.linear(["lm_head"], has_bias=False)
+    layers = [_layer(packer, spec, index) for index in range(spec.num_layers)]
+    norm = packer.floats("model.norm.weight")
+    return PackedModel(layers, norm, embedding, head, list(packer.arrays.values()))
+
+
+def _layer(packer: _Packer, spec: ModelSpec, index: int) -> Layer:
+    prefix = f"model.layers.{index}."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    qkv = ["qkv_proj"] if spec.is_fused else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if spec.is_fused else ["gate_proj", "up_proj"]
+    layer = Layer(
+        qkv=packer.linear([attention + name for name in qkv], has_bias=spec.has_qkv_bias),
+        o=packer.linear([f"{attention}o_proj"], has_bias=spec.has_output_bias),
+        gate_up=packer.linear([mlp + name for name in gate_up], has_bias=spec.has_mlp_bias),
+        down=packer.linear([f"{mlp}down_proj"], has_bias=spec.has_mlp_bias),
+        window=spec.windows[index],
+    )
+    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if spec.has_post_norms:
+        norms |= {
+            "mlp_norm": "pre_feedforward_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "post_mlp_norm": "post_feedforward_layernorm",
+        }
+    if spec.has_qk_norm:
+        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    for field_name, name in norms.items():
+        setattr(layer, field_name, packer.floats(f"{prefix}{name}.weight").ctypes.data)
+    return layer
+
+
+class _Packer:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        self.arrays: dict[str, Bytes | Floats] = {}
+        self._checkpoint = checkpoint
+        self._progress = progress
+        self._kinds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._num_done = 0
+        self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Pack every tensor."""
+        names = expected_tensors(self._checkpoint.spec)
+        for future in [pool.submit(self._take, name) for name in names]:
+            future.result()
+
+    def linear(self, names: list[str], *, has_bias: bool) -> Linear:
+        linear = Linear(num_parts=len(names))
+        for place, name in enumerate(names):
+            rows, cols = self._checkpoint.tensors[f"{name}.weight"].shape
+            array = self.arrays[f"{name}.weight"]
+            linear.parts[place] = Matrix(array.ctypes.data, self._kinds[f"{name}.weight"], rows, cols)
+        if has_bias:
+            parts = [self.arrays[f"{name}.bias"] for name in names]
+            whole = self.arrays[f"{names[0]}.bias of all"] = np.concatenate(parts).astype(np.float32)
+            linear.bias = whole.ctypes.data
+        return linear
+
+    def floats(self, name: str) -> Floats:
+        array = self.arrays[name]
+        assert array.dtype == np.float32
+        return array.view(np.float32)
+
+    def _take(self, name: str) -> None:
+        info = self._checkpoint.tensors[name]
+        if len(info.shape) == 1:
+            offset = self._checkpoint.spec.norm_offset if name.endswith("norm.weight") else 0.0
+            array: Bytes | Floats = self._vector(name) + np.float32(offset)
+        else:
+            array = self._matrix(name)
+        with self._lock:
+            self.arrays[name] = array
+            self._num_done += info.num_bytes
+            if self._progress is not None:
+                self._progress(self._num_done, self._num_bytes)
+
+    def _vector(self, name: str) -> Floats:
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            shape, spec = self._checkpoint.tensors[name].shape, self._checkpoint.spec
+            value = 1 - spec.norm_offset if name.endswith("norm.weight") else 0.0
+            return np.full(shape, value, np.float32)
+        return to_float32(self._checkpoint.read(name))
+
+    def _matrix(self, name: str) -> Bytes:
+        library = load_library()
+        rows, cols = self._checkpoint.tensors[name].shape
+        source, data = self._source(name)
+        kind = self._kinds[name] = library.quire_source_kind(source)
+        out: Bytes = np.empty(library.quire_packed_bytes(kind, rows, cols), np.uint8)
+        library.quire_pack(source, data.ctypes.data, rows, cols, out.ctypes.data)
+        return out
+
+    def _source(self, name: str) -> tuple[int, Bytes | Floats]:
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            shape = self._checkpoint.tensors[name].shape
+            random = np.random.default_rng(list(name.encode()))
+            return SOURCES[TensorType.F32], random.standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
+        raw: RawTensor = self._checkpoint.read(name)
+        if raw.info.type in SOURCES:
+            return SOURCES[raw.info.type], np.ascontiguousarray(raw.data)
+        return SOURCES[TensorType.F32], to_float32(raw)

@@ -1,0 +1,163 @@
+"""Runs step plans in C: one forward pass for the whole batch, then one sampling pass for the rows that want it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.backends.base import Capacity, RunnerFacts, TokenMasks
+from quire.backends.native.batch import Batch, build_batch
+from quire.backends.native.library import Floats, Ints, kernels_in_use
+from quire.backends.native.model import NativeModel
+from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
+from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
+from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
+from quire.errors import InvariantViolation
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A pass whose rows have not been sampled."""
+
+    slices: tuple[SeqSlice, ...]
+    batch: Batch
+    logits: Floats  # [L, V]
+    is_sound: NDArray[np.bool_]  # [S]
+    prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that has been sampled and not collected."""
+
+    forwarded: _Forwarded
+    sampled: Sampled | None
+
+
+class NativeRunner:
+    def __init__(self, model: NativeModel, *, max_seqs: int) -> None:
+        limits = model.limits
+        self.model = model
+        self._capacity = Capacity(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_seqs=max_seqs,
+            max_context=limits.max_context,
+            vocab_size=limits.vocab_size,
+            has_overlap=False,  # it computes while it is called
+        )
+        self._last_samples: Ints = np.zeros(max_seqs, np.int32)
+        self._penalties = Penalties(limits.vocab_size)
+        self._sampler = NativeSampler(model.engine.library, model.engine.handle)
+        self._forwarded: _Forwarded | None = None
+        self._steps: deque[_Step] = deque()
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def facts(self) -> RunnerFacts:
+        return RunnerFacts(
+            backend=f"native ({kernels_in_use()})",
+            device="cpu",
+            dtype=f"{self.model.spec.quantization}, {self.model.precision}",
+            num_threads=self.model.engine.num_threads,
+            weight_bytes=self.model.weight_bytes,
+            kv_bytes=self.model.pool.nbytes,
+        )
+
+    def use_threads(self, num_threads: int) -> None:
+        self.model.engine.use_threads(num_threads)
+
+    def prepare(self) -> bool:
+        return False
+
+    def forward(self, plan: StepPlan) -> None:
+        if self._forwarded is not None:
+            raise InvariantViolation("forward before the last step was sampled")
+        for slot in plan.released:
+            self._penalties.release(slot)
+        batch = build_batch(plan.slices, self._last_samples, self.model.limits)
+        self.model.copy_blocks(plan.copies)
+        hidden = None
+        if any(piece.sampling.prompt_logprobs is not None for piece in plan.slices):
+            hidden = np.empty((len(batch.tokens), self.model.spec.hidden_size), np.float32)
+        logits, is_sound = self.model.forward(batch, batch.last_rows[list(batch.sampled)], hidden)
+        found = {} if hidden is None else self._rank_prompts(plan.slices, batch, hidden)
+        self._forwarded = _Forwarded(plan.slices, batch, logits, is_sound, found)
+
+    def sample(self, masks: TokenMasks | None) -> None:
+        forwarded = self._forwarded
+        if forwarded is None:
+            raise InvariantViolation("sample without a forward pass")
+        self._forwarded = None
+        sampled = None
+        if forwarded.batch.sampled:
+            pieces = [forwarded.slices[index] for index in forwarded.batch.sampled]
+            last_tokens = forwarded.batch.tokens[forwarded.batch.last_rows[list(forwarded.batch.sampled)]]
+            sampled = self._sampler.sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
+            self._last_samples[[piece.slot for piece in pieces]] = sampled.tokens
+        self._steps.append(_Step(forwarded, sampled))
+
+    def collect(self) -> StepResult:
+        if not self._steps:
+            raise InvariantViolation("collect with no step in flight")
+        step = self._steps.popleft()
+        forwarded = step.forwarded
+        tokens: list[tuple[int, ...]] = [()] * len(forwarded.slices)
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        failures = dict.fromkeys(np.flatnonzero(~forwarded.is_sound).tolist(), BROKEN)
+        if step.sampled is not None:
+            self._read(step.sampled, forwarded.batch.sampled, tokens, logprobs, failures)
+        is_poisoned = BROKEN in failures.values()
+        for index in [index for index, why in failures.items() if why == BROKEN]:
+            self.model.purge_blocks(list(forwarded.slices[index].block_table))
+        return StepResult(tuple(tokens), logprobs, forwarded.prompt_logprobs, failures, is_poisoned)
+
+    def abandon(self) -> None:
+        """Forget a pass that raised, so that the next plan can run."""
+        self._forwarded = None
+
+    def close(self) -> None:
+        self._forwarded = None
+        self._steps.clear()
+        self.model.engine.close()
+
+    @staticmethod
+    def _read(
+        sampled: Sampled,
+        places: tuple[int, ...],
+        tokens: list[tuple[int, ...]],
+        logprobs: dict[int, tuple[TokenLogprobs, ...]],
+        failures: dict[int, str],
+    ) -> None:
+        chosen, broken, blocked = sampled.tokens.tolist(), sampled.is_broken.tolist(), sampled.is_blocked.tolist()
+        for place, index in enumerate(places):
+            tokens[index] = (chosen[place],)
+            if place in sampled.logprobs:
+                logprobs[index] = (sampled.logprobs[place],)
+            if broken[place]:
+                failures[index] = BROKEN
+            elif blocked[place]:
+                failures.setdefault(index, BLOCKED)
+
+    def _rank_prompts(self, slices: tuple[SeqSlice, ...], batch: Batch, hidden: Floats) -> dict[int, PromptLogprobs]:
+        result: dict[int, PromptLogprobs] = {}
+        for index, piece in enumerate(slices):
+            num_ranked = min(piece.length, piece.num_prompt_tokens - 1 - piece.start)
+            if piece.sampling.prompt_logprobs is not None and num_ranked > 0:
+                first = int(batch.first_rows[index])
+                result[index] = self._rank_prompt(piece, hidden[first : first + num_ranked])
+        return result
+
+    def _rank_prompt(self, piece: SeqSlice, hidden: Floats) -> PromptLogprobs:
+        """The prompt tokens that follow these positions: the logits of one position are about the next."""
+        first, parts = piece.start + 1, []
+        for start in range(0, len(hidden), PROMPT_ROWS):
+            raw = self.model.head(hidden[start : start + PROMPT_ROWS])
+            tokens = piece.history[first + start : first + start + len(raw)]
+            parts.append(self._sampler.rank_tokens(raw, tokens, piece.sampling.prompt_logprobs or 0))
+        return join_prompt_logprobs(first, parts)

@@ -1,0 +1,225 @@
+"""From logits to tokens, for the whole batch at once: the definition of `quire.backends.torch.sampling`, without torch.
+
+What walks over the vocabulary (temperature, min-p, top-k, top-p, the draw; logprobs) is one call into csrc/sampling.c
+for all rows. What few rows ask for (penalties, bias, forbidden tokens) is done here, to them alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.backends.base import TokenMasks
+from quire.backends.native.library import Floats, Ints
+from quire.backends.randomness import uniform
+from quire.backends.sampling import is_penalised, is_short
+from quire.core.step import SeqSlice, TokenLogprobs
+from quire.errors import InvariantViolation
+
+# S rows that sample, V vocabulary
+
+Bools = NDArray[np.bool_]
+
+_NEVER = -np.inf
+_GREEDY = (0.0, 1.0, 0.0, 0.0, 0)
+_CHOICE = np.dtype(  # quire_choice in csrc/sampling.h
+    [("draw", "f8"), ("top_p", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4")], align=True
+)
+
+
+class _Sampling(ctypes.Structure):  # quire_sampling in csrc/sampling.h
+    _fields_ = (
+        ("num_rows", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("logits", ctypes.c_void_p),
+        ("choices", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("is_sound", ctypes.c_void_p),
+    )
+
+
+class _Ranking(ctypes.Structure):  # quire_ranking in csrc/sampling.h
+    _fields_ = (
+        ("num_rows", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("num_top", ctypes.c_int32),
+        ("logits", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("top_tokens", ctypes.c_void_p),
+        ("top_logprobs", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    tokens: Ints  # [S]
+    is_broken: Bools  # [S]: the logits of this row were not numbers
+    is_blocked: Bools  # [S]: every token of this row was forbidden
+    logprobs: Mapping[int, TokenLogprobs]  # by row, of those that asked
+
+
+class Penalties:
+    """What each slot's request has said so far, counted once, kept up token by token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts: dict[int, _Counts] = {}
+
+    def release(self, slot: int) -> None:
+        self._counts.pop(slot, None)
+
+    def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
+        """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
+        for index, piece in enumerate(rows):
+            if not is_penalised(piece):
+                continue
+            counts, params = self._count(piece, int(last_tokens[index])), piece.sampling
+            seen = np.flatnonzero(counts.seen)
+            said = counts.said[seen]
+            repetition = np.float32(params.repetition_penalty)
+            picked = logits[index, seen]
+            picked = np.where(picked > 0, picked / repetition, picked * repetition)
+            picked -= np.float32(params.frequency_penalty) * said
+            picked -= np.float32(params.presence_penalty) * (said > 0)
+            logits[index, seen] = picked
+
+    def _count(self, piece: SeqSlice, last_token: int) -> _Counts:
+        counts = self._counts.get(piece.slot)
+        if counts is None or counts.owner != (piece.request_id, piece.epoch):
+            said, seen = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
+            counts = self._counts[piece.slot] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+        end = piece.start + piece.length
+        known = piece.history[counts.num_counted : end]
+        if known:
+            new = np.array(known, np.intp)
+            counts.seen[new] = True
+            np.add.at(counts.said, new[max(piece.num_prompt_tokens - counts.num_counted, 0) :], 1)
+        if counts.num_counted + len(known) < end:  # sampled in the step before, not yet told to the scheduler
+            counts.seen[last_token] = True
+            counts.said[last_token] += 1
+        counts.num_counted = end
+        return counts
+
+
+@dataclass(slots=True)
+class _Counts:
+    owner: tuple[int, int]
+    said: Floats  # [V]: how often each token is in the answer
+    seen: Bools  # [V]: whether it is in the prompt or the answer
+    num_counted: int
+
+
+class NativeSampler:
+    def __init__(self, library: ctypes.CDLL, engine: int) -> None:
+        self._engine = engine
+        self._sample, self._rank = library.quire_sample, library.quire_rank
+        for function, args in ((self._sample, _Sampling), (self._rank, _Ranking)):
+            function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(args)]
+
+    def sample(
+        self,
+        logits: Floats,
+        rows: Sequence[SeqSlice],
+        penalties: Penalties,
+        last_tokens: Ints,
+        masks: TokenMasks | None,
+    ) -> Sampled:
+        """One token for each row of logits [S, V], which are changed in place."""
+        _check(logits, len(rows))
+        reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
+        raw = logits[reported] if reported else None
+        changed = _changed_rows(rows, masks or {})
+        was_broken = [not np.isfinite(logits[index].max()) for index in changed]
+        if changed:
+            penalties.apply(logits, rows, last_tokens)
+            _add_bias(logits, rows)
+            _forbid(logits, rows, masks or {})
+        tokens, is_sound = self._choose(logits, rows)
+        is_broken = ~is_sound
+        for index, was in zip(changed, was_broken, strict=True):
+            is_broken[index] = was
+        logprobs = {}
+        if raw is not None:
+            counts = [rows[index].sampling.logprobs or 0 for index in reported]
+            logprobs = dict(zip(reported, self.rank(raw, tokens[reported], counts), strict=True))
+        return Sampled(tokens, is_broken, ~(is_sound | is_broken), logprobs)
+
+    def rank_tokens(self, raw: Floats, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+        """What the model thought of given tokens: raw logits [N, V] of the positions before them."""
+        return self.rank(raw, np.array(tokens, np.int32), [count] * len(tokens))
+
+    def rank(self, raw: Floats, chosen: Ints, counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """Of each row of raw logits [N, V]: what its chosen token got, and so many of the most probable ones."""
+        _check(raw, len(chosen))
+        num_rows, vocab_size = raw.shape
+        if num_rows and not 0 <= chosen.min() <= chosen.max() < vocab_size:
+            raise InvariantViolation(f"tokens {chosen.tolist()} are not all within {vocab_size = }")
+        num_top = min(max(counts, default=0), vocab_size)
+        logprobs, ranks = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+        top_tokens, top_logprobs = np.empty((num_rows, num_top), np.int32), np.empty((num_rows, num_top), np.float32)
+        arrays = (raw, chosen, logprobs, ranks, top_tokens, top_logprobs)
+        args = _Ranking(num_rows, vocab_size, num_top, *(array.ctypes.data for array in arrays))
+        if self._rank(self._engine, args):
+            raise MemoryError(f"no memory to rank {vocab_size = }")
+        tops = (
+            tuple(zip(ids[:count], values[:count], strict=True))
+            for ids, values, count in zip(top_tokens.tolist(), top_logprobs.tolist(), counts, strict=True)
+        )
+        return tuple(map(TokenLogprobs, chosen.tolist(), logprobs.tolist(), ranks.tolist(), tops))
+
+    def _choose(self, logits: Floats, rows: Sequence[SeqSlice]) -> tuple[Ints, Bools]:
+        """The tokens, and whether each row had a finite largest logit. Without one the token means nothing."""
+        num_rows, vocab_size = logits.shape
+        choices = np.array([_choice(piece, vocab_size) for piece in rows], _CHOICE)
+        tokens, is_sound = np.empty(num_rows, np.int32), np.empty(num_rows, np.bool_)
+        pointers = (array.ctypes.data for array in (logits, choices, tokens, is_sound))
+        if self._sample(self._engine, _Sampling(num_rows, vocab_size, *pointers)):
+            raise MemoryError(f"no memory to sample from {vocab_size = }")
+        return tokens, is_sound
+
+
+def _check(logits: Floats, num_rows: int) -> None:
+    """C trusts what it is told."""
+    if len(logits) != num_rows or logits.dtype != np.float32 or not logits.flags.c_contiguous:
+        raise InvariantViolation(f"{num_rows = }, but logits are {logits.shape} {logits.dtype} {logits.strides}")
+
+
+def _choice(piece: SeqSlice, vocab_size: int) -> tuple[float, float, float, float, int]:
+    params = piece.sampling
+    if params.is_greedy:
+        return _GREEDY
+    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
+    return draw, params.top_p, params.temperature, params.min_p, params.top_k if params.top_k < vocab_size else 0
+
+
+def _changed_rows(rows: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
+    """Those whose logits are not drawn from as they are."""
+    return [
+        index
+        for index, piece in enumerate(rows)
+        if piece.sampling.logit_bias
+        or piece.slot in masks
+        or is_penalised(piece)
+        or (piece.sampling.min_tokens and is_short(piece))
+    ]
+
+
+def _add_bias(logits: Floats, rows: Sequence[SeqSlice]) -> None:
+    for index, piece in enumerate(rows):
+        if bias := piece.sampling.logit_bias:
+            logits[index, list(bias)] += np.array(list(bias.values()), np.float32)
+
+
+def _forbid(logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> None:
+    for index, piece in enumerate(rows):
+        if is_short(piece):
+            logits[index, list(piece.sampling.stop_token_ids)] = _NEVER
+        if (mask := masks.get(piece.slot)) is not None:
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[1], bitorder="little")
+            logits[index, bits == 0] = _NEVER

@@ -1,0 +1,28 @@
+"""What every backend's sampler says and asks in the same way. Knows neither tensors nor arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
+
+PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
+BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
+BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
+
+
+def is_penalised(piece: SeqSlice) -> bool:
+    sampling = piece.sampling
+    return bool(
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+    )
+
+
+def is_short(piece: SeqSlice) -> bool:
+    """The answer may not end yet."""
+    num_answered = piece.start + piece.length - piece.num_prompt_tokens
+    return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
+
+
+def join_prompt_logprobs(start: int, parts: Sequence[tuple[TokenLogprobs, ...]]) -> PromptLogprobs:
+    return PromptLogprobs(start, tuple(entry for part in parts for entry in part))

@@ -1,0 +1,32 @@
+"""What tests of the native backend share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from quire.backends.native.library import Engine, NativeUnavailable, choose_kernels, kernels_available
+
+
+def _variants() -> list[str]:
+    """Where there is no library, each test says so, not the collection of all tests."""
+    try:
+        return kernels_available()
+    except NativeUnavailable:
+        return ["none"]
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=_variants())
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each variant of the hot loops that this machine runs, one after the other."""
+    choose_kernels(request.param)
+    yield request.param
+    choose_kernels(kernels_available()[0])

@@ -1,0 +1,123 @@
+"""Packed matrices in a test's hands: packed from any type, unpacked again, multiplied, with their bytes read here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.backends.native.library import GROUP, Bytes, Engine, Floats, Linear, Matrix, load_library
+from quire.backends.native.packing import SOURCES
+from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType
+from quire.weights.gguf import BLOCKS
+from quire.weights.quants import to_float32
+
+PANEL = 8
+GUARD = 64  # bytes before and behind what C may write, and what stands in them
+GUARD_BYTE = 0xA5
+
+Doubles = NDArray[np.float64]
+
+
+class Guarded:
+    """Memory that C may fill, and no more than that."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._whole = np.full(num_bytes + 2 * GUARD, GUARD_BYTE, np.uint8)
+        self.array: NDArray[Any] = self._whole[GUARD : GUARD + num_bytes].view(dtype).reshape(shape)
+
+    def check(self) -> None:
+        assert (self._whole[:GUARD] == GUARD_BYTE).all()
+        assert (self._whole[-GUARD:] == GUARD_BYTE).all()
+
+
+class Packed:
+    """A matrix [rows, cols], packed from a file's bytes."""
+
+    def __init__(self, type: TensorType, data: Bytes, rows: int, cols: int) -> None:
+        self.library = load_library()
+        self.rows, self.cols = rows, cols
+        self.file = to_float32(RawTensor(TensorInfo("x", type, (rows, cols), data.nbytes), data.reshape(rows, -1)))
+        self.kind: int = self.library.quire_source_kind(SOURCES[type])
+        guarded = Guarded((self.library.quire_packed_bytes(self.kind, rows, cols),), np.uint8)
+        data = np.ascontiguousarray(data)
+        self.library.quire_pack(SOURCES[type], data.ctypes.data, rows, cols, guarded.array.ctypes.data)
+        guarded.check()
+        self.bytes: Bytes = guarded.array
+        self.matrix = Matrix(self.bytes.ctypes.data, self.kind, rows, cols)
+
+    def unpack(self, rows: int | None = None, cols: int | None = None) -> Floats:
+        """As the library reads it; with other sizes, the padding too."""
+        rows, cols = rows or self.rows, cols or self.cols
+        matrix = Matrix(self.bytes.ctypes.data, self.kind, rows, cols)
+        out = Guarded((rows, cols), np.float32)
+        for row in range(rows):
+            self.library.quire_unpack(ctypes.byref(matrix), row, out.array[row].ctypes.data)
+        out.check()
+        return out.array
+
+    @property
+    def minima(self) -> Floats:
+        """[rows, cols]: what a code of 0 stands for. Read from the bytes as csrc/quire.h describes them."""
+        num_panels, num_groups = -(-self.rows // PANEL), -(-self.cols // GROUP)
+        groups = self.bytes.reshape(num_panels, num_groups, -1)
+        if self.kind == 1:
+            return np.zeros((self.rows, self.cols), np.float32)
+        minima = np.ascontiguousarray(groups[:, :, 144:160]).view("<f2")  # [panels, groups, 8]
+        by_row = minima.transpose(0, 2, 1).reshape(-1, num_groups).repeat(GROUP, 1)
+        return by_row[: self.rows, : self.cols].astype(np.float32)
+
+
+def coded(type: TensorType, rows: int, cols: int, seed: int = 0) -> Packed:
+    """Random codes behind random scales, some of them negative, zero or subnormal."""
+    rng = np.random.default_rng(seed)
+    block = BLOCKS[type]
+    data = rng.integers(0, 256, (rows * cols // block.num_elements, block.num_bytes), np.uint8)
+    width = 2 if type in (TensorType.Q4_0, TensorType.Q8_0) else 4
+    scales = rng.normal(0, 0.01, (len(data), 2)) * 2.0 ** rng.integers(-16, 3, (len(data), 1))
+    scales[rng.random(len(data)) < 0.05] = 0
+    data[:, :width] = scales.astype("<f2").view(np.uint8)[:, :width]
+    return Packed(type, data, rows, cols)
+
+
+def floats(values: NDArray[Any], type: TensorType = TensorType.F32) -> Packed:
+    return Packed(type, float_bytes(values, type), *values.shape)
+
+
+def float_bytes(values: NDArray[Any], type: TensorType) -> Bytes:
+    values = np.ascontiguousarray(values, np.float32)
+    if type is TensorType.BF16:
+        return (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    with np.errstate(over="ignore"):
+        return values.astype("<f2" if type is TensorType.F16 else "<f4").view(np.uint8)
+
+
+def join(parts: Sequence[Packed], bias: Floats | None = None) -> Linear:
+    linear = Linear(num_parts=len(parts))
+    for place, part in enumerate(parts):
+        linear.parts[place] = part.matrix
+    if bias is not None:
+        linear.bias = bias.ctypes.data
+    return linear
+
+
+def project(engine: Engine, parts: Sequence[Packed], x: Floats, refine: int, bias: Floats | None = None) -> Floats:
+    """x [M, cols] times the parts, side by side."""
+    x = np.ascontiguousarray(x, np.float32)
+    out = Guarded((len(x), sum(part.rows for part in parts)), np.float32)
+    linear = join(parts, bias)
+    status = engine.library.quire_project(
+        engine.handle, ctypes.byref(linear), x.ctypes.data, len(x), refine, out.array.ctypes.data
+    )
+    assert status == 0
+    out.check()
+    return out.array
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Equal to the last bit, NaNs included."""
+    return a.shape == b.shape and bool((a.view(np.uint32) == b.view(np.uint32)).all())

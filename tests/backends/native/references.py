@@ -1,0 +1,34 @@
+"""What `transformers` says of the weights as the native backend rounded them, with keys and values in fp16 as its pool
+has them: what is left between the two is the rounding of inputs, which `exact` does to 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from quire.weights.checkpoint import TensorType
+from tests.backends.native.matrices import floats
+from tests.backends.torch.families import Reference
+
+
+def _half_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+    return eager_attention_forward(module, query, key.half().float(), value.half().float(), *rest, **named)
+
+
+class RoundedReference(Reference):
+    """The file holds the weights as they were made; the judge holds what packing leaves of them."""
+
+    def __init__(self, name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
+        super().__init__(name, folder, seed, **changes)
+        for parameter in self.model.parameters():
+            if parameter.dim() == 2:
+                parameter.data = torch.from_numpy(floats(parameter.data.numpy(), TensorType.F32).unpack().copy())
+        AttentionInterface.register("half_cache", _half_cache)
+        AttentionMaskInterface.register("half_cache", eager_mask)
+        self.model.set_attn_implementation("half_cache")

@@ -1,0 +1,104 @@
+"""A step as flat arrays, and that nothing reaches C which would lead it out of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.backends.native.batch import Batch, Limits, build_batch
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice
+from quire.errors import InvariantViolation
+
+LIMITS = Limits(num_blocks=10, block_size=4, max_context=24, vocab_size=50)
+LAST_SAMPLES = np.array([40, 41, 42, 43], np.int32)
+
+
+def piece(tokens: Sequence[int], start: int = 0, table: Sequence[int] = (1, 2, 3, 4, 5, 6), **changes: Any) -> SeqSlice:
+    made = SeqSlice(
+        request_id=1,
+        epoch=0,
+        slot=0,
+        tokens=tokens,
+        start=start,
+        length=len(tokens),
+        block_table=table,
+        history=(),
+        wants_token=True,
+        sampling=SamplingParams(),
+        num_prompt_tokens=1,
+    )
+    return made._replace(**changes)
+
+
+def build(*slices: SeqSlice) -> Batch:
+    return build_batch(slices, LAST_SAMPLES, LIMITS)
+
+
+def test_a_mixed_step() -> None:
+    batch = build(
+        piece([5, 6, 7], start=3, table=[1, 2, 9]),
+        piece([], start=10, length=1, slot=2, table=[3, 4, 5]),
+        piece([8, 9], start=0, table=[6], wants_token=False),
+        piece([11], start=23, table=[1, 2, 3, 4, 5, 7], slot=1),
+    )
+    assert batch.tokens.tolist() == [5, 6, 7, 42, 8, 9, 11]  # the second is the runner's own last sample of slot 2
+    assert batch.positions.tolist() == [3, 4, 5, 10, 0, 1, 23]
+    assert batch.first_rows.tolist() == [0, 3, 4, 6, 7]
+    assert batch.last_rows.tolist() == [2, 3, 5, 6]
+    assert batch.sampled == (0, 1, 3)
+    assert batch.tables.tolist() == [[1, 2, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [6, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 7]]
+    for array in (batch.tokens, batch.positions, batch.first_rows, batch.tables):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+
+
+def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
+    assert build(piece([1, 2, 3, 4], table=[7, 999, -5])).tables.tolist() == [[7]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        piece([50]),
+        piece([1, 2, -1]),
+        piece([2**31]),
+        piece([], start=4, length=1, slot=0)._replace(tokens=(50,)),
+        piece([1], table=[10]),
+        piece([1], table=[-1]),
+        piece([1], start=4, table=[1, 10]),
+        piece([1], start=4, table=[1]),  # no block for it
+        piece([1], start=12, table=[1]),  # one block must not be taken for four
+        piece([1], table=[]),
+        piece([1], start=24, table=range(1, 8)),
+        piece([1, 2], start=23, table=range(1, 8)),
+        piece([1], start=-1),
+        piece([1], start=2**31 - 1),
+        piece([1], start=2**31),
+        piece([1], length=0),
+        piece([1], length=-1),
+        piece([1, 2], length=1),
+        piece([1], length=2),
+        piece([], start=3, length=2),
+        piece([], start=3, length=1, slot=4),
+        piece([], start=3, length=1, slot=-1),
+    ],
+)
+def test_what_would_lead_out_of_memory_is_refused(wrong: SeqSlice) -> None:
+    for slices in ([wrong], [piece([1]), wrong, piece([2])]):
+        with pytest.raises(InvariantViolation):
+            build(*slices)
+
+
+def test_lengths_that_only_agree_in_sum_are_refused() -> None:
+    with pytest.raises(InvariantViolation):
+        build(piece([1, 2], length=1), piece([3], length=2))
+
+
+def test_a_sample_that_is_no_token_is_refused() -> None:
+    """The runner's own, from a step that failed: it must not become an index."""
+    with pytest.raises(InvariantViolation):
+        build_batch([piece([], start=3, length=1)], np.array([50], np.int32), LIMITS)

@@ -1,0 +1,155 @@
+"""The native backend's distributions against fp32 of the same weights, over a part of what `tests.precision` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.engine.model import ModelText
+from tests.precision import (
+    WHOLE,
+    Model,
+    Native,
+    Passage,
+    Positions,
+    Reference,
+    Rounded,
+    Verdict,
+    chat_passages,
+    chat_prompts,
+    compare,
+    judge,
+    judge_all,
+    text_passages,
+)
+
+WINDOWS = (384, 640)  # of the text
+NUM_CHATS = 6
+
+
+@pytest.fixture(scope="module")
+def text(default_model: Path) -> Iterator[ModelText]:
+    text = ModelText.open(default_model)
+    yield text
+    text.close()
+
+
+class Remembered:
+    """The reference, asked once for each passage."""
+
+    def __init__(self, path: Path) -> None:
+        self.reference = Reference(path)
+        self._known: dict[tuple[int, ...], np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = {}
+
+    def logits(self, tokens: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        key = tuple(tokens)
+        if key not in self._known:
+            self._known[key] = self.reference.logits(tokens)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def reference(default_model: Path) -> Iterator[Remembered]:
+    remembered = Remembered(default_model)
+    yield remembered
+    remembered.reference.close()
+
+
+@pytest.fixture(scope="module")
+def passages(text: ModelText, reference: Remembered) -> list[Passage]:
+    prompts = chat_prompts(text)[:: 50 // NUM_CHATS][:NUM_CHATS]
+    answers = reference.reference.answer(prompts, text.eos_token_ids)
+    return [*text_passages(text, WINDOWS, has_rest=False), *chat_passages(prompts, answers)]
+
+
+def verdict_of(model: Model, reference: Model, passages: list[Passage]) -> Verdict:
+    verdict = judge_all(passages, reference, model)[-1]
+    print(verdict)
+    assert verdict.name == WHOLE
+    return verdict
+
+
+def test_native_is_close_to_fp32(default_model: Path, reference: Remembered, passages: list[Passage]) -> None:
+    native = Native(default_model)
+    try:
+        verdict = verdict_of(native, reference, passages)
+    finally:
+        native.close()
+    assert verdict.misses == []
+    assert verdict.num_positions > sum(WINDOWS)
+
+
+def test_8_bits_everywhere_would_be_found_out(
+    default_model: Path, reference: Remembered, passages: list[Passage]
+) -> None:
+    """On prose their KL is near the bar, but one first token in thirty is another."""
+    rounded = Rounded(default_model)
+    try:
+        misses = verdict_of(rounded, reference, passages[:1]).misses
+    finally:
+        rounded.close()
+    assert any("top-1" in miss for miss in misses)
+
+
+# The judge itself
+
+
+def test_a_model_agrees_with_itself() -> None:
+    logits = np.random.default_rng(0).normal(size=(70, 11)).astype(np.float32)
+    tokens = [row % 11 for row in range(70)]
+    found = judge("", compare(logits, logits + np.float32(3), tokens))  # a constant changes nothing
+    assert found.mean_kl == pytest.approx(0, abs=1e-12)
+    assert found.agreement == 1
+    assert found.perplexity_ratio == pytest.approx(1)
+    assert not found.misses
+
+
+def test_distances_are_those_worked_out_by_hand() -> None:
+    """Two positions over two tokens: 3/4 and 1/4 against halves; the same; and the text is token 0, then 1."""
+    reference = np.log(np.array([[3, 1], [1, 3]], np.float32))
+    logits = np.log(np.array([[1, 1], [1, 3]], np.float32))
+    found = compare(reference, logits, [0, 1])
+    distance = 0.75 * np.log(1.5) + 0.25 * np.log(0.5)
+    assert found.kl == pytest.approx([distance, 0], abs=1e-7)
+    assert found.is_same.tolist() == [True, True]
+    assert found.surprise[0] == pytest.approx(np.log(2))
+    assert found.reference_surprise[0] == pytest.approx(np.log(4))
+    assert np.isnan(found.surprise[1])  # nothing follows it
+    whole = judge("", found)
+    assert whole.num_positions == 2
+    assert whole.max_kl == pytest.approx(distance)
+    assert whole.perplexity_ratio == pytest.approx(0.5)
+    assert len(whole.misses) == 2
+
+
+def test_every_bar_can_be_missed() -> None:
+    good = {"kl": 0.001, "is_same": 1.0, "surprise": 2.0, "reference_surprise": 2.0}
+    for change, word in (
+        ({}, ""),
+        ({"kl": 0.0031}, "mean KL"),
+        ({"kl": float("nan")}, "mean KL"),
+        ({"is_same": 0.98}, "top-1"),
+        ({"surprise": 2.02}, "perplexity"),
+        ({"surprise": 1.98}, "perplexity"),
+    ):
+        values = {**good, **change}
+        columns = {name: np.full(100, value) for name, value in values.items()}
+        columns["is_same"] = np.arange(100) < 100 * values["is_same"]
+        misses = judge("", Positions(**columns)).misses
+        assert [word in miss for miss in misses] == ([True] if word else []), change
+
+
+def test_what_chats_share_is_judged_once() -> None:
+    one, two = chat_passages([(1, 2, 3, 4), (1, 2, 5)], [(7, 8), (9,)])
+    assert one == Passage((1, 2, 3, 4, 7, 8), (("chat, prompts", 0, 3), ("chat, answers", 3, 6)))
+    assert two == Passage((1, 2, 5, 9), (("chat, prompts", 2, 2), ("chat, answers", 2, 4)))
+
+
+def test_the_whole_text_is_read(text: ModelText) -> None:
+    passages = list(text_passages(text))
+    assert [len(passage.tokens) for passage in passages] == [512, 512, 512, 512, 1024, 1643]
+    assert text.tokenizer.decode([token for passage in passages for token in passage.tokens]).endswith("police.\n")
+    assert len(set(chat_prompts(text))) == 50

@@ -1,0 +1,360 @@
+"""The native sampler against the one that defines it, `quire.backends.torch.sampling`, on the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.backends.native.library import Engine, Floats
+from quire.backends.native.sampling import NativeSampler, Penalties, Sampled
+from quire.backends.randomness import uniform
+from quire.backends.torch import sampling as definition
+from quire.core.request import SamplingParams
+from quire.core.step import SeqSlice, TokenLogprobs
+from quire.errors import InvariantViolation
+from tests.backends.torch.test_sampling import row
+
+CPU = torch.device("cpu")
+INF = math.inf
+MARGIN = 1e-6  # by so much may sums and exponentials differ between two machines
+
+Masks = Mapping[int, bytes]
+
+
+@pytest.fixture
+def sampler(engine: Engine) -> NativeSampler:
+    return NativeSampler(engine.library, engine.handle)
+
+
+def normal(rng: Random, num_rows: int, vocab_size: int, scale: float = 3.0) -> Floats:
+    return (np.random.default_rng(rng.randrange(2**32)).standard_normal((num_rows, vocab_size)) * scale).astype(
+        np.float32
+    )
+
+
+def run(sampler: NativeSampler, logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> Sampled:
+    last = np.array([piece.history[-1] for piece in rows], np.int32)
+    return sampler.sample(logits, rows, Penalties(logits.shape[1]), last, masks)
+
+
+def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = None) -> definition.Sampled:
+    last = torch.tensor([piece.history[-1] for piece in rows])
+    penalties = definition.Penalties(logits.shape[1], CPU)
+    return definition.sample(torch.from_numpy(logits.copy()), rows, penalties, last, masks)
+
+
+def is_settled(logits: Floats, piece: SeqSlice) -> bool:
+    """Whether no decision on the way to this row's token is so close that another exponential could turn it.
+
+    Of the logits [V] after penalties, bias and what is forbidden.
+    """
+    params = piece.sampling
+    if params.is_greedy:
+        return True
+    scaled = logits / np.float32(params.temperature)
+    weights = np.exp(scaled.astype(np.float64) - scaled.max())
+    if params.min_p > 0:
+        floor = scaled.max() + np.log(np.float32(params.min_p))
+        if (np.abs(scaled - floor) < MARGIN * np.abs(scaled)).any() and params.min_p < 1:
+            return False
+        weights[scaled < floor] = 0
+    if 0 < params.top_k < len(logits):
+        weights[scaled < np.sort(scaled)[-params.top_k]] = 0
+    if params.top_p < 1:
+        ordered = -np.sort(-weights)
+        before = (ordered.cumsum() - ordered) / weights.sum()
+        threshold = ordered[before < params.top_p][-1]
+        distance = np.abs(weights - threshold)
+        if (np.abs(before[1:] - params.top_p) < MARGIN).any() or (
+            (distance > 0) & (distance < MARGIN * threshold)
+        ).any():
+            return False
+        weights[weights < threshold] = 0
+    cumulative = weights.cumsum()[weights > 0] / weights.sum()
+    draw = uniform(params.seed, params.sample_index, piece.start + piece.length)
+    return bool((np.abs(cumulative[:-1] - draw) > MARGIN).all())
+
+
+def random_params(rng: Random, vocab_size: int) -> SamplingParams:
+    fields: dict[str, Any] = {
+        "seed": rng.randrange(2**63),
+        "sample_index": rng.randrange(3),
+        "temperature": rng.choice([0.0, 1e-3, 0.1, 0.7, 1.0, 2.5, 10.0]),
+    }
+    limits: dict[str, Callable[[], Any]] = {
+        "top_k": lambda: rng.choice([1, 2, 3, 40, 700, 10**6]),
+        "top_p": lambda: rng.choice([1e-6, 0.05, 0.5, 0.9, 0.999]),
+        "min_p": lambda: rng.choice([1e-4, 0.01, 0.2, 1.0]),
+    }
+    changes: dict[str, Callable[[], Any]] = {
+        "repetition_penalty": lambda: rng.choice([0.5, 1.3]),
+        "presence_penalty": lambda: rng.choice([-1.0, 1.5]),
+        "frequency_penalty": lambda: rng.choice([-0.5, 2.0]),
+        "logit_bias": lambda: {rng.randrange(vocab_size): rng.choice([-100.0, 3.0]) for _ in range(3)},
+    }
+    for name, choose in limits.items():
+        if rng.random() < 0.45:
+            fields[name] = choose()
+    for name, choose in changes.items():
+        if rng.random() < 0.15:
+            fields[name] = choose()
+    if rng.random() < 0.1:
+        fields |= {"min_tokens": 5, "stop_token_ids": (1, 2, 2)}
+    return SamplingParams(**fields)
+
+
+def random_row(rng: Random, vocab_size: int, slot: int) -> SeqSlice:
+    tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
+    num_prompt = rng.randrange(1, len(tokens) + 1)
+    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], slot)
+
+
+def random_logits(rng: Random, num_rows: int, vocab_size: int) -> Floats:
+    """Flat or steep; some with equal logits, some with minus infinity."""
+    logits = normal(rng, num_rows, vocab_size, rng.choice([0.3, 3.0, 8.0])) + np.float32(rng.choice([0, -30, 30]))
+    if rng.random() < 0.3:
+        logits = logits.round()
+    if rng.random() < 0.3:
+        logits[normal(rng, num_rows, vocab_size) > 7] = -INF
+    return logits
+
+
+@pytest.mark.parametrize("vocab_size", [5, 50, 128, 129, 2049, 9001, 50_000])
+def test_a_mixed_batch_follows_the_definition(sampler: NativeSampler, vocab_size: int) -> None:
+    rng = Random(vocab_size)
+    num_settled = num_rows = 0
+    for _ in range(6 if vocab_size > 9001 else 25):
+        logits = random_logits(rng, rng.randrange(1, 17), vocab_size)
+        slots = rng.sample(range(40), len(logits))
+        rows = [random_row(rng, vocab_size, slot) for slot in slots]
+        masks = {slot: rng.randbytes(-(-vocab_size // 8)) for slot in slots if rng.random() < 0.1}
+        wanted = reference(logits, rows, masks)
+        found = run(sampler, logits, rows, masks)
+        assert found.is_broken.tolist() == wanted.is_broken.tolist()
+        assert found.is_blocked.tolist() == wanted.is_blocked.tolist()
+        is_good = ~(found.is_broken | found.is_blocked)
+        places = [place for place in np.flatnonzero(is_good) if is_settled(logits[place], rows[place])]
+        assert found.tokens[places].tolist() == wanted.tokens.numpy()[places].tolist()
+        num_settled, num_rows = num_settled + len(places), num_rows + int(is_good.sum())
+    assert num_settled > 0.8 * num_rows
+
+
+def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None:
+    """Not even where a decision is close: the same sums in the same order."""
+    rng = Random(5)
+    for vocab_size in (50, 2500):
+        logits = normal(rng, 8, vocab_size)
+        rows = [random_row(rng, vocab_size, slot) for slot in range(8)]
+        masks = {3: rng.randbytes(-(-vocab_size // 8))}
+        alone = [int(run(sampler, logits[i : i + 1].copy(), rows[i : i + 1], masks).tokens[0]) for i in range(8)]
+        assert run(sampler, logits, rows, masks).tokens.tolist() == alone
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_k": 70},  # ends among equal logits: all of them are kept
+        {"top_k": 2500},  # more than there are blocks
+        {"top_p": 1e-7},
+        {"top_p": 0.3},
+        {"top_k": 70, "top_p": 0.3},
+        {"min_p": 1.0},
+        {"min_p": 0.02, "top_p": 0.7},
+        {"min_p": 0.02, "top_k": 70},
+    ],
+)
+def test_equal_logits(sampler: NativeSampler, fields: dict[str, Any]) -> None:
+    """Whole numbers only: where the sets end, there are hundreds of equals. Zeros have both signs."""
+    one = normal(Random(1), 1, 9100, 2.0).round()
+    one[0, :500] = -INF
+    rows = [row(SamplingParams(seed=seed, **{"temperature": 0.7, **fields}), [1, 2], slot=seed) for seed in range(40)]
+    rows = [piece for piece in rows if is_settled(one[0], piece)]
+    assert len(rows) > 30
+    logits = one.repeat(len(rows), 0)
+    assert run(sampler, logits, rows).tokens.tolist() == reference(logits, rows).tokens.tolist()
+
+
+def test_all_equal(sampler: NativeSampler) -> None:
+    """Half of a thousand equals is five hundred, and ties keep all: the draws spread over everything."""
+    logits = np.zeros((400, 1000), np.float32)
+    for fields in ({}, {"top_p": 0.5}, {"top_k": 3}):
+        rows = [row(SamplingParams(seed=seed, **fields), [1], slot=seed) for seed in range(400)]
+        tokens = run(sampler, logits, rows).tokens.tolist()
+        assert tokens == [int(uniform(seed, 0, 1) * 1000) for seed in range(400)]
+
+
+def test_the_first_of_the_largest_is_taken(sampler: NativeSampler) -> None:
+    for places in ([7, 6000], [127, 128], [128, 4096], [6999], [0]):
+        logits = np.zeros((1, 7000), np.float32)
+        logits[:, places] = 1.0
+        assert run(sampler, logits, [row(SamplingParams(temperature=0), [1])]).tokens.tolist() == places[:1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9999}, {"top_k": 7}, {"top_k": 9}, {"min_p": 0.001}])
+def test_the_ends_of_the_draw(sampler: NativeSampler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 takes the first token that has any weight, and what rounds to 1 the last: never one that is forbidden."""
+    logits = np.full((1, 5000), -INF, np.float32)
+    logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = [1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]
+    for draw, token in ((0.0, 11), (1.0, 4501)):
+        monkeypatch.setattr("quire.backends.native.sampling.uniform", lambda *_, draw=draw: draw)
+        assert run(sampler, logits, [row(SamplingParams(**fields), [1])]).tokens.tolist() == [token]
+        weak = row(SamplingParams(temperature=1e-3, **fields), [1])
+        assert run(sampler, logits, [weak]).tokens.tolist() == [2040]
+
+
+def test_draws_follow_the_probabilities(sampler: NativeSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread draws fall on each token as often as its probability says, to within one."""
+    monkeypatch.setattr("quire.backends.native.sampling.uniform", lambda seed, *_: (seed + 0.5) / 500)
+    one = normal(Random(2), 1, 6000, 1.0) - np.float32(12)
+    one[0, [3, 127, 128, 5999]] = [1.0, 2.0, 0.5, 1.7]
+    logits = one.repeat(500, 0)
+    choices: list[tuple[dict[str, Any], int]] = [({}, 6000), ({"temperature": 2.0, "top_k": 4}, 4), ({"top_p": 0.6}, 2)]
+    for fields, num_kept in choices:
+        rows = [row(SamplingParams(seed=seed, **fields), [1], slot=seed) for seed in range(500)]
+        tokens = run(sampler, logits, rows).tokens.tolist()
+        weights = np.exp(one[0].astype(np.float64) / fields.get("temperature", 1.0))
+        weights[weights < np.sort(weights)[-num_kept]] = 0
+        assert tokens == sorted(tokens)
+        for token in (3, 127, 128, 5999):
+            assert abs(tokens.count(token) - 500 * weights[token] / weights.sum()) < 1.5
+
+
+def test_broken_and_blocked_rows_are_marked_alone(sampler: NativeSampler) -> None:
+    logits = normal(Random(4), 12, 4100)
+    logits[1, 4000] = math.nan
+    logits[2, 7] = INF
+    logits[3] = -INF
+    logits[6, 3000] = math.nan  # and forbidden: the model is broken all the same
+    logits[7] = math.nan
+    logits[9, 4099] = -math.nan
+    logits[10, 0] = 3e38  # a number, but not after division
+    many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many, {}, many, {}]
+    rows = [row(SamplingParams(seed=1, **{"logprobs": 2, **one}), [1, 2], slot=slot) for slot, one in enumerate(fields)]
+    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], slot=8)
+    rows[10] = row(SamplingParams(temperature=1e-3, **many), [1, 2], slot=10)
+    only_five = bytearray(513)
+    only_five[0] = 1 << 5
+    masks = {4: bytes(513), 5: bytes(513), 6: bytes(513), 8: bytes(only_five)}
+    before = logits.copy()
+    found = run(sampler, logits, rows, masks)
+    assert np.flatnonzero(found.is_broken).tolist() == [1, 2, 3, 6, 7, 9]
+    assert np.flatnonzero(found.is_blocked).tolist() == [4, 5, 8]
+    assert all(0 <= token < 4100 for token in found.tokens.tolist())
+    assert found.tokens[10] == 0
+    assert math.isnan(found.logprobs[7].logprob)
+    for index in (0, 11):
+        assert found.tokens[index] == reference(before[index : index + 1], [rows[index]]).tokens[0]
+
+
+def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
+    """Also where the history is one token short, since a step is in flight, and where slots change hands."""
+    vocab_size = 300
+    ours, theirs = Penalties(vocab_size), definition.Penalties(vocab_size, CPU)
+    rng = Random(3)
+    logits = normal(rng, 1, vocab_size, 0.5)  # the same in every step: only the counts make the tokens differ
+    fields: list[dict[str, float]] = [
+        {"frequency_penalty": 0.4},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.1},
+        {},
+        {"repetition_penalty": 1.3, "frequency_penalty": -0.2},
+    ]
+    params = [SamplingParams(temperature=0, **one) for one in fields]  # type: ignore[arg-type]
+    prompts = [rng.choices(range(vocab_size), k=6) for _ in fields]
+    answers: list[list[int]] = [[] for _ in fields]
+    owners = [(index + 1, 0) for index in range(4)]
+    said = set()
+    for step in range(12):
+        if step == 5:
+            ours.release(0)
+            theirs.release(0)
+            owners[0], owners[1], owners[3] = (9, 0), (2, 1), (10, 0)  # others in 0 and 3; 1 comes back
+            answers[0], answers[3] = [], []
+        rows, last = [], []
+        for index in rng.sample(range(4), 4 if step % 3 else 2):
+            tokens = [*prompts[index], *answers[index]]
+            known = tokens[: len(tokens) - rng.randrange(2)] if answers[index] else tokens
+            length = 1 if answers[index] else len(tokens)
+            request_id, epoch = owners[index]
+            start, history = len(tokens) - length, tuple(known)
+            rows.append(
+                SeqSlice(
+                    request_id, epoch, index, (), start, length, [1], history, True, params[index], len(prompts[index])
+                )
+            )
+            last.append(tokens[-1])
+        many = logits.repeat(len(rows), 0)
+        wanted = definition.sample(
+            torch.from_numpy(many.copy()), rows, theirs, torch.tensor(last), None
+        ).tokens.tolist()
+        assert sampler.sample(many, rows, ours, np.array(last, np.int32), None).tokens.tolist() == wanted, step
+        for piece, token in zip(rows, wanted, strict=True):
+            answers[piece.slot].append(token)
+            said.add(token)
+    assert len(said) > 5  # the penalties did something
+
+
+def assert_same(one: TokenLogprobs, other: TokenLogprobs) -> None:
+    assert (one.token, one.rank) == (other.token, other.rank)
+    assert math.isclose(one.logprob, other.logprob, abs_tol=1e-5)
+    assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert all(math.isclose(a, b, abs_tol=1e-5) for (_, a), (_, b) in zip(one.top, other.top, strict=True))
+
+
+def test_logprobs_are_the_models_own(sampler: NativeSampler) -> None:
+    logits = normal(Random(3), 4, 2100)
+    logits[3, 100:1000] = -INF
+    rows = [
+        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], slot=4),
+        row(SamplingParams(temperature=0), [1, 2], slot=1),
+        row(SamplingParams(temperature=0, logprobs=0), [1, 2], slot=2),
+        row(SamplingParams(seed=8, logprobs=40, top_k=3), [1, 2], slot=0),
+    ]
+    wanted = reference(logits, rows)
+    assert wanted.logprobs is not None
+    theirs = definition.read_logprobs(wanted.logprobs, wanted.tokens.tolist())
+    ours = run(sampler, logits, rows).logprobs
+    assert ours[0].token == 7
+    assert list(ours) == list(theirs) == [0, 2, 3]
+    for index, one in ours.items():
+        assert_same(one, theirs[index])
+    assert run(sampler, logits[1:2], rows[1:2]).logprobs == {}
+
+
+def test_prompt_logprobs(sampler: NativeSampler) -> None:
+    tokens = [299, 0, 7, 7, 100]
+    raw = normal(Random(6), 5, 300)
+    for count in (0, 3, 299, 300, 1000):
+        ours = sampler.rank_tokens(raw, tokens, count)
+        theirs = definition.rank_tokens(torch.from_numpy(raw), tokens, count)
+        assert len(ours) == 5
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    assert sampler.rank_tokens(raw[:0], [], 3) == ()
+    flat = np.zeros((1, 300), np.float32)
+    flat[0, ::2] = -0.0
+    (entry,) = sampler.rank_tokens(flat, [299], 5)
+    assert entry.rank == 0
+    assert [token for token, _ in entry.top] == [0, 1, 2, 3, 4]  # equal ones by their ids
+
+
+def test_c_is_not_told_what_is_not_so(sampler: NativeSampler) -> None:
+    logits = normal(Random(7), 4, 100)
+    rows = [row(SamplingParams(), [1], slot=slot) for slot in range(4)]
+    with pytest.raises(InvariantViolation):
+        run(sampler, logits, rows[:3])
+    with pytest.raises(InvariantViolation):
+        run(sampler, logits.T.copy().T, rows)
+    with pytest.raises(InvariantViolation):
+        run(sampler, logits.astype(np.float64), rows)
+    for tokens in ([0, 1, 2, 100], [0, 1, -1, 2]):
+        with pytest.raises(InvariantViolation):
+            sampler.rank_tokens(logits, tokens, 1)

@@ -1,0 +1,98 @@
+"""The package as people get it: one wheel for any Python of a platform, which needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from quire import __version__
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 300  # a machine under load
+LIBRARIES = (".so", ".dylib")
+LOOK = """
+import ctypes, json, sys
+from pathlib import Path
+import quire.backends.native as native
+(path,) = (one for one in Path(native.__file__).parent.iterdir() if one.suffix in (".so", ".dylib"))
+library = ctypes.CDLL(str(path))
+library.quire_kernels.restype = ctypes.c_char_p
+print(json.dumps([str(path), library.quire_abi(), library.quire_kernels().decode()]))
+"""
+
+
+def pip_wheel(source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A compiler's warning is an error here. Without a cmake on the machine, pip has to fetch one."""
+    isolation = ["--no-build-isolation"] if shutil.which("cmake") else []
+    settings = (f"build-dir={folder / 'objects'}", "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON")
+    options = [*isolation, *(f"--config-settings={setting}" for setting in settings)]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", *options, "--wheel-dir", str(folder), str(source)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By way of the source distribution, which must hold all that it takes."""
+    folder = tmp_path_factory.mktemp("wheel")
+    script = f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
+    (source,) = folder.glob("*.tar.gz")
+    outcome = pip_wheel(source, folder)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_any_python_of_a_platform_can_use_it(wheel: Path) -> None:
+    name, version, python, abi, platform = wheel.stem.split("-")
+    assert (name, version, python, abi) == ("quire", __version__, "py3", "none")
+    assert platform.startswith(("linux_", "macosx_"))
+
+
+def test_it_holds_the_library_and_no_c(wheel: Path) -> None:
+    held = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("quire/")}
+    libraries = {path for path in held if path.suffix in LIBRARIES}
+    assert [path.parent.as_posix() for path in libraries] == ["quire/backends/native"]
+    everything = {path.relative_to(ROOT) for path in (ROOT / "quire").rglob("*") if path.is_file()}
+    assert held - libraries == {
+        path for path in everything if not {"__pycache__", "csrc"} & set(path.parts) and path.suffix not in LIBRARIES
+    }
+
+
+def test_it_runs_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=LIMIT_S)
+    # What quire depends on, but not quire: the .pth file of an editable install is only read where Python looks itself.
+    bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": sysconfig.get_path("purelib")}
+    looked = subprocess.run(
+        [str(python), "-c", LOOK], env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert looked.returncode == 0, looked.stderr
+    path, abi, kernels = json.loads(looked.stdout)
+    assert Path(path).is_relative_to(tmp_path)
+    assert abi == 1
+    examined = subprocess.run(
+        [str(tmp_path / "venv" / "bin" / "quire"), "doctor", "--json"],
+        env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    native = json.loads(examined.stdout)["backends"][0]
+    assert (native["name"], native["runs"], native["kernels"]) == ("native", True, kernels)
+
+
+def test_without_a_compiler_the_build_says_so(tmp_path: Path) -> None:
+    outcome = pip_wheel(ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
+    assert outcome.returncode != 0
+    assert "quire needs a C compiler" in outcome.stdout + outcome.stderr
