@@ -1,0 +1,309 @@
+"""Company does not matter, to the last bit: a request's distributions are the same alone, in any batch, in any chunks,
+on a cached prefix, forked, preempted, and on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.backends.native.runner import NativeRunner
+from quire.core.request import Priority
+from quire.engine.model import ModelText
+from tests.backends.native.references import RoundedReference
+from tests.backends.native.test_models import SHAPES, check
+from tests.backends.torch.families import FAMILIES
+from tests.backends.torch.rig import Answer, Rig
+from tests.equality import make_prompts
+
+NUM_TOKENS = 10
+LENGTHS = (70, 1, 33, 5, 96, 31, 64, 18)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(3, 160) for _ in range(length)]
+
+
+PROMPTS = [random_prompt(length, length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral with a window", "gemma3"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("model")
+    RoundedReference(request.param, folder)
+    rig = Rig(folder, backend="native")
+    yield rig
+    rig.engine.close()
+
+
+def native(rig: Rig) -> NativeRunner:
+    assert isinstance(rig.engine.runner, NativeRunner)
+    return rig.engine.runner
+
+
+@pytest.fixture(scope="module")
+def alone(rig: Rig) -> list[Answer]:
+    """On one thread, the whole prompt at once, nothing cached."""
+    answers = []
+    native(rig).use_threads(1)
+    for prompt in PROMPTS:
+        rig.reset(is_caching=False)
+        answers.append(rig.answer(prompt, NUM_TOKENS, prompt_logprobs=160))
+    return answers
+
+
+def check_same(found: Answer, expected: Answer) -> None:
+    assert found.error is None
+    assert found.tokens == expected.tokens
+    for one, two in zip(found.rows, expected.rows, strict=True):
+        assert same_row(one, two)
+    for position, row in found.prompt_rows.items():
+        assert same_row(row, expected.prompt_rows[position])
+
+
+def same_row(one: Tensor, two: Tensor) -> bool:
+    """Tokens that were not asked for are NaN in both; a logprob is never 1."""
+    return torch.equal(one.nan_to_num(nan=1.0), two.nan_to_num(nan=1.0))
+
+
+@pytest.mark.parametrize(("size", "num_threads"), [(2, 1), (3, 1), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1), (8, 2)])
+def test_in_a_batch(rig: Rig, alone: list[Answer], size: int, num_threads: int) -> None:
+    rig.reset()
+    native(rig).use_threads(num_threads)
+    ids = [rig.start(prompt, NUM_TOKENS) for prompt in PROMPTS[:size]]
+    answers = rig.run(*ids)
+    for request_id, expected in zip(ids, alone, strict=False):
+        check_same(answers[request_id], expected)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "overlap"),
+    [(1, False), (2, False), (3, False), (7, False), (13, True), (16, False), (17, False), (32, False)],
+)
+def test_in_chunks(rig: Rig, alone: list[Answer], chunk: int, overlap: bool) -> None:
+    """Alone, then with everybody's chunks and decodes in one pass."""
+    native(rig).use_threads(1)
+    for number in (0, 4):
+        rig.reset(max_chunk_tokens=chunk, overlap=overlap)
+        check_same(rig.answer(PROMPTS[number], NUM_TOKENS, prompt_logprobs=160), alone[number])
+    rig.reset(max_chunk_tokens=chunk, max_step_tokens=40, overlap=overlap)
+    ids = [rig.start(prompt, NUM_TOKENS, prompt_logprobs=160) for prompt in PROMPTS]
+    answers = rig.run(*ids)
+    for request_id, expected in zip(ids, alone, strict=True):
+        check_same(answers[request_id], expected)
+        assert len(answers[request_id].prompt_rows) == len(expected.prompt_rows)
+
+
+def test_behind_a_prefix_hit(rig: Rig, alone: list[Answer]) -> None:
+    rig.reset(max_chunk_tokens=13)
+    for is_second in (False, True):
+        for prompt, expected in zip(PROMPTS, alone, strict=True):
+            answer = rig.answer(prompt, NUM_TOKENS)
+            assert answer.num_cached_tokens == (len(prompt) - 1 if is_second else 0)
+            check_same(answer, expected)
+
+
+def test_on_the_head_of_another(rig: Rig, alone: list[Answer]) -> None:
+    """Full blocks and, by a copy, the tail of a prompt that went on otherwise."""
+    for length in (32, 40, 64, 69):
+        rig.reset()
+        rig.answer([*PROMPTS[0][:length], 7, 8, 9], 3)
+        answer = rig.answer(PROMPTS[0], NUM_TOKENS)
+        assert answer.num_cached_tokens == length
+        check_same(answer, alone[0])
+
+
+def test_forked(rig: Rig) -> None:
+    samples = []
+    for index in range(3):
+        rig.reset(is_caching=False)
+        samples.append(rig.answer(PROMPTS[0], NUM_TOKENS, temperature=1.0, seed=5, sample_index=index))
+    assert len({tuple(sample.tokens) for sample in samples}) == 3
+    rig.reset()
+    first = rig.start(PROMPTS[0], NUM_TOKENS, temperature=1.0, seed=5)
+    others = [
+        rig.start(PROMPTS[0], NUM_TOKENS, parent=first, temperature=1.0, seed=5, sample_index=index) for index in (1, 2)
+    ]
+    answers = rig.run(first, *others)
+    assert rig.num_copies == 2
+    for request_id, expected in zip((first, *others), samples, strict=True):
+        check_same(answers[request_id], expected)
+
+
+def test_preempted(rig: Rig) -> None:
+    prompts = [random_prompt(20 + i, 60) for i in range(4)]
+    expected = []
+    for prompt in prompts:
+        rig.reset(is_caching=False)
+        expected.append(rig.answer(prompt, 45))
+    for is_caching in (True, False):
+        rig.reset(num_blocks=11, is_caching=is_caching)  # four requests cannot all grow
+        ids = [rig.start(prompt, 45) for prompt in prompts]
+        requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
+        answers = rig.run(*ids)
+        assert any(request is not None and request.num_preemptions for request in requests)
+        for request_id, one in zip(ids, expected, strict=True):
+            check_same(answers[request_id], one)
+
+
+def test_again_and_again_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
+    """Whoever comes first takes the next piece of work: it must not matter."""
+    native(rig).use_threads(2)
+    for _ in range(8):
+        rig.reset(is_caching=False)
+        ids = [rig.start(prompt, 2) for prompt in PROMPTS]
+        answers = rig.run(*ids)
+        for request_id, expected in zip(ids, alone, strict=True):
+            check_same(answers[request_id], Answer(expected.tokens[:2], expected.rows[:2]))
+
+
+@pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_other_settings(precision: str, block_size: int, kernels: str, tmp_path: Path) -> None:
+    """For each size of blocks its own bits, and for each variant."""
+    RoundedReference("mistral with a window", tmp_path)
+    rig = Rig(tmp_path, backend="native", precision=precision, block_size=block_size, num_blocks=800)
+    expected = []
+    for prompt in PROMPTS:
+        rig.reset(is_caching=False)
+        expected.append(rig.answer(prompt, 4))
+    rig.reset(max_chunk_tokens=13, max_step_tokens=40)
+    ids = [rig.start(prompt, 4) for prompt in PROMPTS]
+    answers = rig.run(*ids)
+    for request_id, one in zip(ids, expected, strict=True):
+        check_same(answers[request_id], one)
+    assert kernels in rig.engine.runner.facts().backend
+    rig.engine.close()
+
+
+# Random ones
+
+
+@dataclass
+class Wish:
+    prompt: list[int]
+    num_tokens: int
+    sampling: dict[str, Any]
+    parent: Wish | None = None
+
+
+def wish(rng: Random, heads: Sequence[list[int]], wishes: Sequence[Wish]) -> Wish:
+    """Often on a head that others have too, now and then another sample of somebody's prompt."""
+    if wishes and rng.random() < 0.2:
+        parent = rng.choice(wishes)
+        again = {**parent.sampling, "sample_index": rng.randrange(1, 100)}
+        return Wish(parent.prompt, rng.randrange(1, 25), again, parent)
+    prompt = [rng.randrange(3, 160) for _ in range(rng.choice((1, 2, 8, 30, 60)))]
+    if rng.random() < 0.6:
+        head = rng.choice(heads)
+        prompt = head[: rng.randrange(1, len(head) + 1)] + prompt
+    sampling: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        sampling = {"temperature": 1.0, "seed": rng.randrange(1000), "top_p": rng.choice((1.0, 0.9))}
+    if rng.random() < 0.2:
+        sampling["prompt_logprobs"] = 160
+    if rng.random() < 0.2:
+        sampling["repetition_penalty"] = 1.3
+    return Wish(prompt, rng.randrange(1, 25), sampling)
+
+
+def run_wishes(rng: Random, rig: Rig, count: int) -> dict[int, tuple[Wish, Answer]]:
+    """All of them through one engine, arriving at random steps; some leave in the middle."""
+    heads = [[rng.randrange(3, 160) for _ in range(rng.randrange(20, 120))] for _ in range(3)]
+    wishes: dict[int, Wish] = {}
+    answers: dict[int, Answer] = {}
+    num_left = count
+    while num_left or rig.engine.has_work:
+        while num_left and rng.random() < 0.3:
+            num_left -= 1
+            one = wish(rng, heads, list(wishes.values()))
+            parent = next((key for key, value in wishes.items() if value is one.parent), None)
+            priority = rng.choice((Priority.LOW, Priority.NORMAL, Priority.HIGH))
+            request_id = rig.start(one.prompt, one.num_tokens, parent=parent, priority=priority, **one.sampling)
+            wishes[request_id], answers[request_id] = one, Answer()
+        rig.step(answers)
+        if answers and rng.random() < 0.03:
+            gone = rng.choice(list(answers))
+            if rig.engine.cancel(gone):
+                del answers[gone]
+        if rng.random() < 0.1:
+            native(rig).use_threads(rng.choice((1, 2)))
+    return {request_id: (wishes[request_id], answer) for request_id, answer in answers.items()}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_steps(seed: int, tmp_path: Path) -> None:
+    rng = Random(seed)
+    name, shape = rng.choice(list(FAMILIES)), {}
+    if rng.random() < 0.5:
+        name, shape = rng.choice(("qwen3", "gemma3")), SHAPES[rng.choice(list(SHAPES))]
+    reference = RoundedReference(name, tmp_path, seed, **shape)
+    rig = Rig(
+        tmp_path,
+        backend="native",
+        precision="exact",
+        block_size=rng.choice((4, 16, 32, 64)),
+        num_blocks=400,
+        max_waiting=100,
+    )
+    block_size = rig.engine.capacity.block_size
+    rig.reset(
+        overlap=rng.random() < 0.5,
+        num_blocks=rng.choice((320, 640)) // block_size + 2,
+        max_seqs=rng.choice((2, 5, 8)),
+        max_chunk_tokens=rng.choice((5, 16, 64)),
+        max_step_tokens=rng.choice((16, 48, 200)),
+    )
+    found = run_wishes(rng, rig, 16)
+    assert len(found) > 8
+    native(rig).use_threads(1)
+    for one, answer in found.values():
+        rig.reset(is_caching=False)
+        check_same(answer, rig.answer(one.prompt, one.num_tokens, **one.sampling))
+    for one, answer in rng.sample(list(found.values()), 4):
+        check(reference, one.prompt, answer, bound=4e-3)  # narrow models round more
+    rig.engine.close()
+
+
+# The real model
+
+NUM_PROMPTS = 5
+REAL_TOKENS = 6
+REAL_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_chunk_tokens": 13, "max_step_tokens": 48},
+    {"max_seqs": 3, "overlap": True},
+)
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Iterator[tuple[Rig, list[tuple[int, ...]]]]:
+    text = ModelText.open(default_model)
+    rig = Rig(default_model, backend="native", num_blocks=300, max_seqs=NUM_PROMPTS, num_threads=2)
+    yield rig, make_prompts(text, NUM_PROMPTS)
+    rig.engine.close()
+    text.close()
+
+
+def test_the_real_model(real: tuple[Rig, list[tuple[int, ...]]]) -> None:
+    rig, prompts = real
+    native(rig).use_threads(1)
+    expected = []
+    for prompt in prompts:
+        rig.reset(is_caching=False)
+        expected.append(rig.answer(prompt, REAL_TOKENS, logprobs=50))
+    native(rig).use_threads(2)
+    for settings in REAL_SETTINGS:
+        rig.reset(**settings)
+        for _ in range(2):  # the second time behind prefix hits
+            ids = [rig.start(prompt, REAL_TOKENS, logprobs=50) for prompt in prompts]
+            answers = rig.run(*ids)
+            for request_id, one in zip(ids, expected, strict=True):
+                check_same(answers[request_id], one)

@@ -1,0 +1,285 @@
+"""What is packed is what the file holds: unpacked again, and judged by gguf's own decoders."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.backends.native.library import GROUP, Floats, Linear, load_library
+from quire.backends.native.packing import PackedModel, pack_model
+from quire.weights.checkpoint import Checkpoint, TensorType
+from quire.weights.opening import open_checkpoint
+from quire.weights.quants import to_float32
+from quire.weights.spec import ModelSpec
+from tests.backends.native.matrices import PANEL, Packed, coded, floats
+from tests.weights.makers import config, llama_arrays, tiny_gguf, write_folder
+
+ROWS = (1, 7, 8, 9, 33)
+COLUMNS = (1, 31, 32, 33, 64, 100, 289)
+PLAIN = (TensorType.F32, TensorType.F16, TensorType.BF16)
+HALF_EPS = 2.0**-11  # of fp16, half a step
+SMALLEST_SCALE = 2.0**-24  # of fp16
+
+# What the file codes itself
+
+
+@pytest.mark.parametrize("type", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("cols", [32, 96, 320])
+def test_codes_of_a_file_are_kept(type: TensorType, rows: int, cols: int) -> None:
+    packed = coded(type, rows, cols, seed=rows + cols)
+    assert np.array_equal(packed.unpack(), packed.file)
+
+
+@pytest.mark.parametrize("type", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 8188.0, -8188.0])
+def test_extreme_scales_of_a_file_are_kept(type: TensorType, scale: float) -> None:
+    block = {TensorType.Q4_0: 18, TensorType.Q4_1: 20, TensorType.Q8_0: 34}[type]
+    data = np.random.default_rng(0).integers(0, 256, (9, block), np.uint8)
+    data[:, :2] = np.array([scale], "<f2").view(np.uint8)
+    if type is TensorType.Q4_1:
+        data[:, 2:4] = np.array([-3 * scale], "<f2").view(np.uint8)
+    packed = Packed(type, data, 9, 32)
+    assert np.array_equal(packed.unpack(), packed.file)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_q4_k_is_kept_to_fp16_of_its_scales(rows: int) -> None:
+    """A group's scale is a product of 11 and 6 bits, and fp16 has 11: the scale, and the minimum, move by 2^-11."""
+    packed = coded(TensorType.Q4_K, rows, 512, seed=rows)
+    minima = np.abs(packed.minima)
+    bound = HALF_EPS * (np.abs(packed.file) + 2 * minima) + 16 * SMALLEST_SCALE / 2
+    difference = np.abs(packed.unpack() - packed.file)
+    assert (difference <= bound * 1.001).all()
+    assert difference.max() > 0  # or else the bound says nothing
+
+
+@pytest.mark.parametrize(("scale", "minimum"), [(0.5, 0.25), (1027 / 1024, 1.0), (1.0, 1027 / 1024), (6e-8, 1e-5)])
+def test_q4_k_by_hand(scale: float, minimum: float) -> None:
+    """Scales of 6 bits: of the first four groups whole, of the others in pieces of both ends of 12 bytes. Products that
+    fp16 does not hold go to the nearest, ties to even."""
+    block = np.zeros(144, np.uint8)
+    both = np.array([scale, minimum], "<f2")
+    block[:4] = both.view(np.uint8)
+    scales, minima = [1, 3, 33, 63, 17, 38, 63, 50], [5, 3, 63, 32, 48, 9, 31, 0]
+    for i in range(4):
+        block[4 + i] = scales[i] | scales[i + 4] >> 4 << 6
+        block[8 + i] = minima[i] | minima[i + 4] >> 4 << 6
+        block[12 + i] = scales[i + 4] & 15 | (minima[i + 4] & 15) << 4
+    codes = np.random.default_rng(1).integers(0, 16, (8, 32)).astype(np.uint8)
+    block[16:] = (codes[::2] | codes[1::2] << 4).reshape(-1)
+    found = Packed(TensorType.Q4_K, block[None], 1, 256).unpack()[0].reshape(8, 32)
+    products = np.array([scales, minima]).T * both.astype(np.float64)
+    rounded = products.astype(np.float16).astype(np.float32)
+    assert np.array_equal(found, rounded[:, :1] * codes - rounded[:, 1:])
+
+
+# What becomes 8 bits
+
+
+def half_steps(values: Floats) -> Floats:
+    """[rows, cols]: what rounding to 8 bits may move each number by, if its group's scale is rounded to fp16."""
+    rows, cols = values.shape
+    padded = np.zeros((rows, -(-cols // GROUP) * GROUP), np.float32)
+    padded[:, :cols] = np.abs(values)
+    peaks = padded.reshape(rows, -1, GROUP).max(-1)
+    scales = np.maximum(peaks / 127 * (1 + 2 * HALF_EPS), peaks / 127 + SMALLEST_SCALE)
+    steps: Floats = (scales / 2).repeat(GROUP, 1)
+    return steps[:, :cols]
+
+
+@pytest.mark.parametrize("type", PLAIN)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("cols", COLUMNS)
+def test_numbers_are_kept_to_half_a_step(type: TensorType, rows: int, cols: int) -> None:
+    values = np.random.default_rng(rows * cols).normal(0, 0.05, (rows, cols))
+    packed = floats(values, type)
+    assert (np.abs(packed.unpack() - packed.file) <= half_steps(packed.file)).all()
+
+
+@pytest.mark.parametrize("type", PLAIN)
+@pytest.mark.parametrize("peak", [1e-5, 1e-4, 1e-3, 7e-3, 1.0, 3e4, 6e4])
+def test_small_and_large_numbers_are_kept_to_half_a_step(type: TensorType, peak: float) -> None:
+    """Under 7e-3 a group's scale is subnormal in fp16: it has fewer bits, and must still reach the largest number."""
+    values = np.random.default_rng(0).uniform(-peak, peak, (40, 64))
+    packed = floats(values, type)
+    assert (np.abs(packed.unpack() - packed.file) <= half_steps(packed.file)).all()
+
+
+def test_numbers_past_what_a_scale_reaches_stay_large() -> None:
+    packed = floats(np.array([[1e30, -1e30, 1.0, 0.0]]))
+    assert packed.unpack()[0, :2].tolist() == [65504.0 * 127, -65504.0 * 127]
+
+
+def test_zeros_stay_zeros() -> None:
+    values = np.zeros((9, 70))
+    values[4, 40] = 127 / 64
+    assert np.array_equal(floats(values).unpack(), floats(values).file)
+
+
+def test_numbers_that_8_bits_hold_are_kept_as_they_are() -> None:
+    codes = np.arange(-127, 129, dtype=np.float32).clip(-127, 127).reshape(8, 32)
+    codes[:, 0] = 127
+    assert np.array_equal(floats(codes / 64).unpack(), codes / 64)
+
+
+@pytest.mark.parametrize("type", PLAIN)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 5, 31, 40, 69])
+def test_what_is_no_number_stays_none(type: TensorType, wrong: float, column: int) -> None:
+    """Its group says so, wherever in the group it stands; nobody else's does."""
+    values = np.random.default_rng(0).normal(size=(9, 70))
+    values[3, column] = wrong
+    is_sound = np.isfinite(floats(values, type).unpack())
+    expected = np.ones((9, 70), np.bool_)
+    first = column // GROUP * GROUP
+    expected[3, first : first + GROUP] = False
+    assert not is_sound[3, column]
+    assert is_sound[expected].all()
+
+
+# How it lies
+
+
+@pytest.mark.parametrize("type", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
+def test_rows_that_fill_a_panel_up_are_zeros(type: TensorType) -> None:
+    padding = coded(type, 11, 64).unpack(rows=16)[11:]
+    assert not padding.any()
+
+
+def test_columns_that_fill_a_group_up_are_zeros() -> None:
+    whole = floats(np.ones((3, 70))).unpack(rows=8, cols=96)
+    assert whole[:3, :70].all()
+    assert not whole[3:].any()
+    assert not whole[:, 70:].any()
+
+
+@pytest.mark.parametrize(("kind", "group_bytes"), [(0, 160), (1, 272)])
+def test_packed_bytes(kind: int, group_bytes: int) -> None:
+    size = load_library().quire_packed_bytes
+    assert size(kind, 1, 1) == size(kind, PANEL, GROUP) == group_bytes
+    assert size(kind, 9, 33) == 4 * group_bytes
+    assert size(kind, 8_000_000, 32_000) == 1_000_000 * 1000 * group_bytes  # past 32 bits
+
+
+def test_bytes_lie_as_the_header_says() -> None:
+    """[step of 4 inputs][row][input of the step]; a byte of Q4 has the place 16 inputs on in its high nibble."""
+    values = np.arange(256).reshape(8, 32) % 251 - 125.0
+    values[:, 0] = 127
+    eight = floats(values)
+    steps = eight.bytes[:256].view(np.int8).reshape(8, 8, 4)
+    assert np.array_equal(steps.transpose(1, 0, 2).reshape(8, 32), values)
+    four = coded(TensorType.Q4_1, 8, 32)
+    low, high = four.bytes[:128] & 15, four.bytes[:128] >> 4
+    codes = np.concatenate([low, high]).reshape(8, 8, 4).transpose(1, 0, 2).reshape(8, 32)
+    scales = four.bytes[128:144].view("<f2").astype(np.float32)[:, None]
+    assert np.array_equal(scales * codes + four.minima, four.file)
+
+
+# Whole models
+
+
+def unpacked(linear: Linear) -> Floats:
+    library = load_library()
+    rows: list[Any] = []
+    for part in linear.parts[: linear.num_parts]:
+        out = np.empty((part.rows, part.cols), np.float32)
+        for row in range(part.rows):
+            library.quire_unpack(ctypes.byref(part), row, out[row].ctypes.data)
+        rows.append(out)
+    return np.concatenate(rows)
+
+
+def read(pointer: int, count: int) -> list[float]:
+    return list((ctypes.c_float * count).from_address(pointer))
+
+
+def check_matrix(checkpoint: Checkpoint, linear: Linear, *names: str) -> None:
+    expected = np.concatenate([to_float32(checkpoint.read(name)) for name in names])
+    found = unpacked(linear)
+    coded = {TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0}
+    if all(checkpoint.tensors[name].type in coded for name in names):
+        assert np.array_equal(found, expected), names
+    assert (np.abs(found - expected) <= half_steps(expected)).all(), names
+
+
+def check_model(checkpoint: Checkpoint, packed: PackedModel, spec: ModelSpec) -> None:
+    check_matrix(checkpoint, packed.embedding, "model.embed_tokens.weight")
+    check_matrix(checkpoint, packed.head, "model.embed_tokens.weight" if spec.is_tied else "lm_head.weight")
+    for index, layer in enumerate(packed.layers):
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        check_matrix(checkpoint, layer.qkv, *(f"{attention}{one}_proj.weight" for one in "qkv"))
+        check_matrix(checkpoint, layer.o, f"{attention}o_proj.weight")
+        check_matrix(checkpoint, layer.gate_up, f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
+        check_matrix(checkpoint, layer.down, f"{mlp}down_proj.weight")
+        norm = to_float32(checkpoint.read(f"{prefix}input_layernorm.weight")) + np.float32(spec.norm_offset)
+        assert read(layer.input_norm, spec.hidden_size) == norm.tolist()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_gguf_file_of_mixed_types(tmp_path: Path, num_threads: int) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(tiny_gguf())
+    checkpoint = open_checkpoint(path)
+    told: list[tuple[int, int]] = []
+    packed = pack_model(checkpoint, num_threads, lambda *progress: told.append(progress))
+    check_model(checkpoint, packed, checkpoint.spec)
+    kinds = [part.kind for part in packed.layers[0].qkv.parts]
+    assert kinds == [0, 0, 1]  # Q4_0, Q4_0 and F16 side by side
+    assert len(told) == len(checkpoint.tensors)
+    assert told[-1][0] == told[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())
+    assert packed.num_bytes == sum(array.nbytes for array in packed.arrays)
+    checkpoint.close()
+
+
+def test_a_folder_of_bfloat16(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {
+        name: (array.view(np.uint32) >> 16).astype("<u2") for name, array in llama_arrays().items()
+    }
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", config(torch_dtype="bfloat16"), arrays, dtype="BF16"))
+    packed = pack_model(checkpoint, 2)
+    check_model(checkpoint, packed, checkpoint.spec)
+    assert bytes(packed.head) != bytes(packed.embedding)
+    checkpoint.close()
+
+
+def test_what_has_no_weights_gets_the_same_ones_each_time(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", config())
+    (folder / "model.safetensors").unlink()
+    checkpoint = open_checkpoint(folder, "dummy")
+    one, two = pack_model(checkpoint, 1), pack_model(checkpoint, 2)
+    assert np.array_equal(unpacked(one.head), unpacked(two.head))
+    assert unpacked(one.head).std() == pytest.approx(0.02, rel=0.1)
+    assert set(read(one.layers[0].input_norm, 64)) == {1.0}
+    assert not np.array_equal(unpacked(one.layers[0].o), unpacked(one.layers[1].o))
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("type", [TensorType.Q5_0, TensorType.Q5_1, TensorType.Q5_K, TensorType.Q6_K])
+def test_other_codes_of_a_file_go_through_numbers(type: TensorType, tmp_path: Path) -> None:
+    from tests.weights.makers import Tensor, llama_keys, llama_tensors, make_gguf
+    from tests.weights.test_quants import random_blocks
+
+    number = {"Q5_0": 6, "Q5_1": 7, "Q5_K": 13, "Q6_K": 14}[type]
+    per_row = 256 if type.endswith("K") else 32
+    ffn = 256
+    tensors = llama_tensors()
+    for name in tensors:
+        if ".ffn_" in name and not name.endswith("norm.weight"):
+            dims = (ffn, 64) if "down" in name else (64, ffn)
+            count = ffn * 64
+            if dims[0] % per_row:
+                tensors[name] = Tensor(dims, 0, np.random.default_rng(0).normal(size=count).astype("<f4").tobytes())
+            else:
+                tensors[name] = Tensor(dims, number, random_blocks(type, count // per_row, seed=1).tobytes())
+    path = tmp_path / "m.gguf"
+    path.write_bytes(make_gguf(llama_keys(llama__feed_forward_length=ffn), list(tensors.items())))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.tensors["model.layers.1.mlp.down_proj.weight"].type is type
+    check_model(checkpoint, pack_model(checkpoint, 1), checkpoint.spec)
+    checkpoint.close()

@@ -1,0 +1,385 @@
+"""The runner around the library: what it refuses, what it survives, and what it says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.backends.native.library import kernels_in_use
+from quire.backends.native.runner import NativeRunner
+from quire.backends.sampling import BROKEN
+from quire.core.request import SamplingParams
+from quire.core.step import BlockCopy, SeqSlice, StepPlan
+from quire.engine.build import EngineConfig, make_runner
+from quire.errors import InvalidRequest, InvariantViolation
+from quire.weights.config import spec_from_config
+from quire.weights.names import expected_tensors
+from quire.weights.opening import open_checkpoint
+from tests.backends.native.matrices import same_bits
+from tests.backends.native.test_invariance import check_same
+from tests.backends.torch.rig import Rig
+from tests.weights.makers import VOCAB, config, llama_arrays, write_folder
+
+NUM_BLOCKS = 12
+TOKENS = [5, 6, 7, 8, 9]
+
+
+def arrays_with(name: str = "", place: Any = (), value: float = np.nan) -> dict[str, Any]:
+    arrays = {key: array * 0.2 if array.ndim == 2 else array for key, array in llama_arrays().items()}
+    if name:
+        arrays[name][place] = value
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("models") / "m", config(), arrays_with())
+
+
+def open_runner(path: Path, **settings: Any) -> NativeRunner:
+    checkpoint = open_checkpoint(path)
+    try:
+        defaults = {"backend": "native", "num_blocks": NUM_BLOCKS, "max_seqs": 4, "num_threads": 1}
+        runner = make_runner(checkpoint, EngineConfig(**{**defaults, **settings}))
+    finally:
+        checkpoint.close()
+    assert isinstance(runner, NativeRunner)
+    return runner
+
+
+@pytest.fixture
+def runner(model_path: Path) -> Iterator[NativeRunner]:
+    runner = open_runner(model_path)
+    yield runner
+    runner.close()
+
+
+def piece(**changes: Any) -> SeqSlice:
+    made = SeqSlice(
+        request_id=1,
+        epoch=0,
+        slot=0,
+        tokens=TOKENS,
+        start=0,
+        length=len(TOKENS),
+        block_table=[1],
+        history=TOKENS,
+        wants_token=True,
+        sampling=SamplingParams(temperature=0.0),
+        num_prompt_tokens=len(TOKENS),
+    )
+    return made._replace(**changes)
+
+
+def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
+    return StepPlan(slices, copies, ())
+
+
+def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] = ()) -> list[tuple[int, ...]]:
+    runner.forward(plan(*slices, copies=copies))
+    runner.sample(None)
+    result = runner.collect()
+    assert not result.failures
+    return list(result.tokens)
+
+
+# What C trusts
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        plan(piece(tokens=[5, 6, 7, 8, VOCAB])),
+        plan(piece(tokens=[-1, 6, 7, 8, 9])),
+        plan(piece(block_table=[NUM_BLOCKS])),
+        plan(piece(block_table=[-1])),
+        plan(piece(block_table=[])),
+        plan(piece(start=256, block_table=[1] * 9)),
+        plan(piece(slot=4)),
+        plan(piece(), copies=(BlockCopy(1, NUM_BLOCKS),)),
+        plan(piece(), copies=(BlockCopy(NUM_BLOCKS, 1),)),
+        plan(piece(), copies=(BlockCopy(-1, 1),)),
+        plan(piece(), copies=(BlockCopy(2, 3), BlockCopy(1, -1))),
+        plan(piece(block_table=[NUM_BLOCKS]), copies=(BlockCopy(1, 2),)),  # the copy is sound, the step is not
+    ],
+)
+def test_a_plan_that_leads_out_of_memory_changes_nothing(runner: NativeRunner, wrong: StepPlan) -> None:
+    run(runner, piece(), piece(slot=1, block_table=[NUM_BLOCKS - 1]))
+    before = runner.model.pool.copy()
+    with pytest.raises(InvariantViolation):
+        runner.forward(wrong)
+    assert np.array_equal(runner.model.pool, before)
+    runner.abandon()
+    run(runner, piece())
+
+
+def test_calls_in_the_wrong_order(runner: NativeRunner) -> None:
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    with pytest.raises(InvariantViolation):
+        runner.collect()
+    runner.forward(plan(piece()))
+    with pytest.raises(InvariantViolation):
+        runner.forward(plan(piece()))
+    runner.abandon()
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    run(runner, piece())
+
+
+def test_after_close_nothing_reaches_c(model_path: Path) -> None:
+    runner = open_runner(model_path)
+    tokens = run(runner, piece())
+    runner.forward(plan(piece()))
+    runner.close()
+    runner.close()
+    assert runner.facts().num_threads == 1
+    with pytest.raises(InvariantViolation):
+        runner.sample(None)
+    with pytest.raises(InvariantViolation):
+        runner.forward(plan(piece()))
+    with pytest.raises(InvariantViolation):
+        runner.use_threads(2)
+    assert tokens
+
+
+# Blocks
+
+
+def test_copies_are_whole_blocks_of_every_layer(runner: NativeRunner) -> None:
+    model = runner.model
+    blocks = model.pool[:-64].reshape(model.spec.num_layers, NUM_BLOCKS, -1)
+    blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, np.uint8)
+    before = blocks.copy()
+    model.copy_blocks((BlockCopy(1, 7), BlockCopy(3, NUM_BLOCKS - 1)))
+    assert np.array_equal(blocks[:, 7], before[:, 1])
+    assert np.array_equal(blocks[:, NUM_BLOCKS - 1], before[:, 3])
+    others = [number for number in range(NUM_BLOCKS) if number not in (7, NUM_BLOCKS - 1)]
+    assert np.array_equal(blocks[:, others], before[:, others])
+
+
+def test_only_what_is_no_number_is_purged(runner: NativeRunner) -> None:
+    model = runner.model
+    halves = model.pool[:-64].view(np.float16).reshape(model.spec.num_layers, NUM_BLOCKS, -1)
+    halves[:] = np.random.default_rng(0).normal(size=halves.shape).astype(np.float16)
+    halves[:, :, 3], halves[:, :, 5], halves[:, :, -1], halves[:, :, 9] = np.nan, np.inf, -np.inf, 65504
+    expected = halves.copy()
+    for block in (2, NUM_BLOCKS - 1):
+        expected[:, block, [3, 5, -1]] = 0
+    model.purge_blocks([2, NUM_BLOCKS - 1])
+    assert np.array_equal(halves, expected, equal_nan=True)
+
+
+def test_what_a_step_writes_are_its_own_slots(runner: NativeRunner) -> None:
+    """Keys lie [head][dimension][slot], values [head][slot][dimension], one after the other."""
+    model, spec = runner.model, runner.model.spec
+    blocks = model.pool[:-64].view(np.float16).reshape(spec.num_layers, NUM_BLOCKS, -1)
+    blocks[:] = 7
+    run(runner, piece(start=30, block_table=[4, 9]))
+    written = blocks != 7
+    assert sorted(set(np.flatnonzero(written.any((0, 2))).tolist())) == [4, 9]
+    size = runner.capacity().block_size
+    for block, slots in ((4, {30, 31}), (9, {0, 1, 2})):
+        num_keys = spec.head_size * size
+        for head in range(spec.num_kv_heads):
+            part = blocks[:, block, head * (num_keys + size * 32) : (head + 1) * (num_keys + size * 32)] != 7
+            keys = part[:, :num_keys].reshape(spec.num_layers, spec.head_size, size)
+            values = part[:, num_keys:].reshape(spec.num_layers, size, 32)
+            assert set(np.flatnonzero(keys.any((0, 1))).tolist()) == slots
+            assert set(np.flatnonzero(values.any((0, 2))).tolist()) == slots
+            assert not values[:, :, spec.head_size :].any()
+
+
+# What is not a number
+
+
+POISONED = 50  # a token
+SOUND: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # so that no answer holds it
+
+
+def sound_prompt(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(3, 40) for _ in range(length)]
+
+
+def poisoned_rig(folder: Path, *poison: Any) -> Rig:
+    return Rig(write_folder(folder, config(), arrays_with(*poison)), backend="native", num_blocks=12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_poisoned_token_ends_its_own_requests_and_leaves_nothing(tmp_path: Path, value: float) -> None:
+    """A poisoned embedding: every context with that token is lost, whole or half computed, and no other."""
+    sound = poisoned_rig(tmp_path / "sound")
+    rig = poisoned_rig(tmp_path / "poisoned", "model.embed_tokens.weight", (POISONED, 17), value)
+    for place in (0, 20, 59):
+        bad = sound_prompt(12, 60)
+        bad[place] = POISONED
+        rig.reset(max_chunk_tokens=16)
+        good = sound_prompt(11, 50)
+        ids = rig.start(good, 4, **SOUND), rig.start(bad, 4, **SOUND), rig.start(sound_prompt(13, 9), 4, **SOUND)
+        answers = rig.run(*ids)
+        assert answers[ids[1]].error == BROKEN
+        assert answers[ids[1]].tokens == []
+        check_same(answers[ids[0]], sound.answer(good, 4, **SOUND))
+        for number in range(4):  # through all blocks of the small pool
+            prompt = sound_prompt(20 + number, 60)
+            check_same(rig.answer(prompt, 4, **SOUND), sound.answer(prompt, 4, **SOUND))
+    sound.engine.close()
+    rig.engine.close()
+
+
+def test_a_poisoned_chunk_is_known_before_its_prompt_ends(tmp_path: Path) -> None:
+    """Nothing is sampled from it yet; but what it left must not be found by others."""
+    runner = open_runner(
+        write_folder(tmp_path / "m", config(), arrays_with("model.embed_tokens.weight", (POISONED, 17)))
+    )
+    sound = piece(wants_token=False)
+    runner.forward(plan(sound, sound._replace(tokens=[5, 6, POISONED, 8, 9], slot=1, block_table=[2]), piece(slot=2)))
+    runner.sample(None)
+    result = runner.collect()
+    assert dict(result.failures) == {1: BROKEN}
+    assert result.is_poisoned
+    assert [len(tokens) for tokens in result.tokens] == [0, 0, 1]
+    halves = runner.model.pool[:-64].view(np.float16)
+    assert np.isfinite(halves).all()
+    runner.close()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_weights_that_are_no_numbers_never_give_a_token(name: str, tmp_path: Path) -> None:
+    """One is enough, wherever it stands: no kernel takes it for a number."""
+    rig = poisoned_rig(tmp_path / "m", name, 7)
+    ids = [rig.start(sound_prompt(number, 2 + 17 * number), 3) for number in range(3)]
+    answers = rig.run(*ids)
+    assert [answers[request_id].error for request_id in ids] == [BROKEN] * 3
+    assert all(answer.tokens == [] for answer in answers.values())
+    rig.engine.close()
+
+
+# Threads
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8, 300])
+def test_other_numbers_of_threads(runner: NativeRunner, num_threads: int) -> None:
+    """More than there are units of work, or cores, or than the library takes: the same tokens, to the bit."""
+    batch = list(range(20))
+    expected = runner.model.logits(batch)
+    runner.use_threads(num_threads)
+    assert runner.facts().num_threads == min(num_threads, 256)
+    assert same_bits(runner.model.logits(batch), expected)
+    runner.use_threads(1)
+    assert same_bits(runner.model.logits(batch), expected)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_no_threads_are_refused(runner: NativeRunner, num_threads: int) -> None:
+    with pytest.raises(InvalidRequest):
+        runner.use_threads(num_threads)
+    run(runner, piece())
+
+
+def test_threads_come_and_go(runner: NativeRunner) -> None:
+    expected = runner.model.logits(TOKENS)
+    for number in range(60):
+        runner.use_threads(1 + number % 3)
+        assert same_bits(runner.model.logits(TOKENS), expected)
+
+
+# Memory
+
+OUT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+from tests.backends.torch.rig import Rig
+
+rig = Rig(Path(sys.argv[1]), backend="native", num_blocks=200, max_chunk_tokens=4096, max_step_tokens=4096)
+small, large = [5, 6, 7], [3 + i % 40 for i in range(4000)]
+first = rig.answer(small, 3)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), resource.RLIM_INFINITY))
+failed = rig.answer(large, 3)
+after = rig.answer([*small, 8], 3)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert "no memory for a step of 4000 tokens" in failed.error, failed.error
+assert failed.tokens == [] and after.error is None and first.error is None
+assert rig.answer(large, 3).error is None
+rig.reset(is_caching=False)
+assert rig.answer([*small, 8], 3).tokens == after.tokens
+print("alive")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's memory is Linux's")
+def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
+    """In a process of its own, whose address space ends: 4000 tokens want some 100 MB."""
+    settings = config(max_position_embeddings=4096, intermediate_size=2048)
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: (rng.standard_normal(shape) * 0.2).astype(np.float32)
+        for name, shape in expected_tensors(spec_from_config(settings, {}, "m", "F32")).items()
+    }
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(write_folder(tmp_path / "m", settings, arrays))]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert child.stdout.endswith("alive\n"), child.stderr
+
+
+# What it says of itself
+
+
+def test_facts_and_capacity(model_path: Path) -> None:
+    runner = open_runner(model_path, precision="exact", max_context=200)
+    facts, capacity = runner.facts(), runner.capacity()
+    assert facts.backend.startswith("native")
+    assert kernels_in_use() in facts.backend
+    assert (facts.device, facts.num_threads) == ("cpu", 1)
+    assert facts.dtype == "F32, exact"
+    num_weights = sum(array.size for array in llama_arrays().values())
+    assert num_weights < facts.weight_bytes < 1.2 * num_weights
+    head_bytes = 2 * (16 * 32 + 32 * 32)  # keys, and values in whole vectors
+    assert facts.kv_bytes == 2 * NUM_BLOCKS * 2 * head_bytes + 64
+    assert replace(capacity, has_overlap=False) == capacity
+    assert (capacity.num_blocks, capacity.block_size, capacity.max_seqs) == (NUM_BLOCKS, 32, 4)
+    assert (capacity.max_context, capacity.vocab_size) == (200, VOCAB)
+    assert runner.prepare() is False
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device": "cuda"},
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"max_context": 257},
+        {"num_threads": 4096},
+        {"num_blocks": 1 << 30},
+        {"num_blocks": None, "kv_bytes": 1},
+    ],
+)
+def test_what_cannot_be_is_refused(model_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
+        open_runner(model_path, **settings)
