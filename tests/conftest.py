@@ -43,6 +43,7 @@ LONG_FILES = (
     "test_cuda.py",
     "test_compiling.py",
     "test_precision.py",
+    "test_invariance.py",
     "test_wheel.py",
 )
 

@@ -174,7 +174,7 @@ class Engine:
 
     def __init__(self, num_threads: int) -> None:
         self.library = load_library()
-        self.num_threads = min(num_threads, MAX_THREADS)
+        self.num_threads = _checked(num_threads)
         self._handle: int | None = self.library.quire_open(self.num_threads)
         if not self._handle:
             raise MemoryError("no memory for the threads of the native backend")
@@ -186,13 +186,17 @@ class Engine:
         return self._handle
 
     def use_threads(self, num_threads: int) -> None:
-        if num_threads < 1:
-            raise InvalidRequest(f"{num_threads = } is not at least 1")
-        if self.library.quire_use_threads(self.handle, min(num_threads, MAX_THREADS)):
+        if self.library.quire_use_threads(self.handle, _checked(num_threads)):
             raise MemoryError(f"no memory for {num_threads} threads")
-        self.num_threads = min(num_threads, MAX_THREADS)
+        self.num_threads = _checked(num_threads)
 
     def close(self) -> None:
         if self._handle is not None:
             self.library.quire_close(self._handle)
             self._handle = None
+
+
+def _checked(num_threads: int) -> int:
+    if num_threads < 1:
+        raise InvalidRequest(f"{num_threads = } is not at least 1")
+    return min(num_threads, MAX_THREADS)

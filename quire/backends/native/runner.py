@@ -114,7 +114,7 @@ class NativeRunner:
             self._read(step.sampled, forwarded.batch.sampled, tokens, logprobs, failures)
         is_poisoned = BROKEN in failures.values()
         for index in [index for index, why in failures.items() if why == BROKEN]:
-            self.model.purge_blocks(list(forwarded.slices[index].block_table))
+            self.model.purge_blocks(forwarded.batch.tables[index].tolist())  # what was checked; block 0 is nobody's
         return StepResult(tuple(tokens), logprobs, forwarded.prompt_logprobs, failures, is_poisoned)
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.native.library import kernels_in_use
+from quire.backends.native.library import Engine, kernels_in_use
 from quire.backends.native.runner import NativeRunner
 from quire.backends.sampling import BROKEN
 from quire.core.request import SamplingParams
@@ -383,3 +383,9 @@ def test_facts_and_capacity(model_path: Path) -> None:
 def test_what_cannot_be_is_refused(model_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
         open_runner(model_path, **settings)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_an_engine_without_threads_is_refused(num_threads: int) -> None:
+    with pytest.raises(InvalidRequest):
+        Engine(num_threads)

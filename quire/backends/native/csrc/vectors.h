@@ -123,7 +123,7 @@ static inline vec round_whole(vec x) { /* of |x| < 2^22, to the nearest */
     return sub(add(x, magic), magic);
 }
 
-/* e^x to about 1e-7 of its size; 0 below -87, so that what is masked with minus infinity counts for nothing. */
+/* e^x to about 1e-7 of its size; e^-87 below -87: beside 1 that is nothing. */
 static inline vec exponential(vec x) {
     x = lowest(fill(88.0f), highest(fill(-87.0f), x)); /* x last: then what is no number stays so on x86, too */
     vec n = round_whole(mul(x, fill(1.44269504f)));
