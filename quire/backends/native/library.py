@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
-ABI = 1
+ABI = 2
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -90,6 +90,7 @@ class Model(ctypes.Structure):
         ("pool", ctypes.c_void_p),
         ("num_blocks", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
+        ("is_half_attention", ctypes.c_int32),
     )
 
 

@@ -45,6 +45,8 @@ class NativeModel:
         self._layers = layers
         self._args = _model_args(spec, packed, layers, max_context)
         self._args.refine = REFINED[precision]
+        # What a bias adds to every key is large in some models, and fp16 sums would lose the keys' differences beside it.
+        self._args.is_half_attention = precision != "exact" and not any(layer.qkv.bias for layer in layers)
         self._args.num_blocks, self._args.block_size = num_blocks, block_size
         self.pool = zeroed(num_blocks * spec.num_layers * block_bytes(engine, spec, block_size))
         self._args.pool = self.pool.ctypes.data

@@ -91,7 +91,7 @@ typedef struct { /* of some heads of a query, while it goes through its blocks *
     float peaks[MAX_HEADS], sums[MAX_HEADS];
 } head_state;
 
-static inline __attribute__((always_inline)) void take_block(
+static inline __attribute__((always_inline)) void take_floats(
     const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *state, float *mix,
     const int num_heads, const int is_float) {
     float shrink[MAX_HEADS];
@@ -99,6 +99,41 @@ static inline __attribute__((always_inline)) void take_block(
     for (int h = 0; h < num_heads; h++)
         shrink[h] = soften(shape, scores + h * shape->score_stride, block, &state->peaks[h], &state->sums[h]);
     mix_block(shape, scores, shrink, block, mix, num_heads, is_float);
+}
+
+#if HAS_HALF_ARITHMETIC
+#include "attention_half.h"
+#endif
+
+enum { AS_HALVES, AS_FLOATS, IN_HALVES }; /* halves made floats at every use, floats, arithmetic in halves */
+
+static inline __attribute__((always_inline)) void take_block(
+    const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *state, float *mix,
+    const int num_heads, const int how) {
+#if HAS_HALF_ARITHMETIC
+    if (how == IN_HALVES) {
+        take_halves(shape, (const float16_t *)q, block, scores, state, mix, num_heads);
+        return;
+    }
+#endif
+    take_floats(shape, q, block, scores, state, mix, num_heads, how == AS_FLOATS);
+}
+
+static void scale_query(const float *q, int count, float scale, float *out, int is_half) {
+#if HAS_HALF_ARITHMETIC
+    if (is_half) {
+        for (int i = 0; i < count; i++) ((float16_t *)out)[i] = (float16_t)(q[i] * (scale * LOG2_E));
+        return;
+    }
+#endif
+    (void)is_half;
+    for (int i = 0; i < count; i++) out[i] = q[i] * scale;
+}
+
+static void prefetch_block(const attention_shape *shape, int number) {
+    const char *at = (const char *)(shape->layer + (size_t)number * shape->block_halves);
+    const size_t size = 2 * (shape->values_at + (size_t)(shape->block_size * shape->head_stride));
+    for (size_t i = 0; i < size; i += 64) __builtin_prefetch(at + i);
 }
 
 static void expand_block(const attention_shape *shape, block_view *block, float *scratch) {
@@ -113,22 +148,23 @@ static void expand_block(const attention_shape *shape, block_view *block, float 
 /* Some queries of one sequence, one after the other, through the same blocks: for `num_heads` heads of each. */
 static inline __attribute__((always_inline)) void attend_heads(
     const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out,
-    const int num_heads) {
+    const int num_heads, const int is_half) {
     const int size = shape->block_size, mix_size = num_heads * shape->head_stride, count = rows->count;
     const int q_size = num_heads * shape->head_size;
     head_state states[MAX_QUERIES];
-    float *scores = scratch, *mix = scores + MAX_HEADS * shape->score_stride, *scaled = mix + count * mix_size;
+    float *scores = scratch, *mix = scores + 2 * MAX_HEADS * shape->score_stride, *scaled = mix + count * mix_size;
     float *expanded = scaled + count * q_size;
     for (int i = 0; i < count; i++) {
         for (int h = 0; h < num_heads; h++) states[i].peaks[h] = -1e30f, states[i].sums[h] = 0;
-        for (int j = 0; j < q_size; j++) scaled[i * q_size + j] = q[(size_t)i * rows->q_stride + (size_t)j] * shape->scale;
+        scale_query(q + (size_t)i * rows->q_stride, q_size, shape->scale, scaled + i * q_size, is_half);
     }
     memset(mix, 0, (size_t)(count * mix_size) * sizeof *mix);
     const int first_seen = shape->window && rows->position >= shape->window ? rows->position - shape->window + 1 : 0;
     for (int number = first_seen / size; number * size < rows->position + count; number++) {
         const uint16_t *at = shape->layer + (size_t)rows->table[number] * shape->block_halves;
         block_view block = {at, at + shape->values_at, 0, 0};
-        const int is_float = count >= MIN_EXPANDED;
+        const int is_float = !is_half && count >= MIN_EXPANDED;
+        if ((number + 1) * size < rows->position + count) prefetch_block(shape, rows->table[number + 1]);
         if (is_float) expand_block(shape, &block, expanded);
         for (int i = 0; i < count; i++) {
             const int last_key = rows->position + i + 1;
@@ -137,8 +173,9 @@ static inline __attribute__((always_inline)) void attend_heads(
             block.first = first_key > number * size ? first_key - number * size : 0;
             block.last = last_key - number * size < size ? last_key - number * size : size;
             float *from = scaled + i * q_size, *to = mix + i * mix_size;
-            if (is_float) take_block(shape, from, &block, scores, &states[i], to, num_heads, 1);
-            else take_block(shape, from, &block, scores, &states[i], to, num_heads, 0);
+            if (is_half) take_block(shape, from, &block, scores, &states[i], to, num_heads, IN_HALVES);
+            else if (is_float) take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_FLOATS);
+            else take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_HALVES);
         }
     }
     for (int i = 0; i < count; i++)
@@ -151,8 +188,17 @@ static inline __attribute__((always_inline)) void attend_heads(
 /* floats that `attend` works in */
 static size_t attend_scratch(const attention_shape *shape) {
     const size_t heads = MAX_HEADS * (size_t)(shape->head_stride + shape->head_size);
-    return (size_t)(MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
+    return (size_t)(2 * MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
            (size_t)(shape->block_size * shape->head_stride) + 64;
+}
+
+static inline __attribute__((always_inline)) void attend_some(
+    const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out, int num_heads,
+    const int is_half) {
+    if (num_heads == 4) attend_heads(shape, rows, q, scratch, out, 4, is_half);
+    else if (num_heads == 3) attend_heads(shape, rows, q, scratch, out, 3, is_half);
+    else if (num_heads == 2) attend_heads(shape, rows, q, scratch, out, 2, is_half);
+    else attend_heads(shape, rows, q, scratch, out, 1, is_half);
 }
 
 /* All query heads that share this KV head, of up to MAX_QUERIES rows: q and out [rows, heads, D], with strides. */
@@ -161,9 +207,7 @@ static void attend(const attention_shape *shape, const attention_rows *rows, con
         const int left = shape->num_heads - head < MAX_HEADS ? shape->num_heads - head : MAX_HEADS;
         const float *from = q + head * shape->head_size;
         float *to = out + head * shape->head_size;
-        if (left == 4) attend_heads(shape, rows, from, scratch, to, 4);
-        else if (left == 3) attend_heads(shape, rows, from, scratch, to, 3);
-        else if (left == 2) attend_heads(shape, rows, from, scratch, to, 2);
-        else attend_heads(shape, rows, from, scratch, to, 1);
+        if (shape->is_half && HAS_HALF_ARITHMETIC) attend_some(shape, rows, from, scratch, to, left, HAS_HALF_ARITHMETIC);
+        else attend_some(shape, rows, from, scratch, to, left, 0);
     }
 }

@@ -229,6 +229,7 @@ static attention_shape shape_of(const pass *step, const quire_layer *layer, int 
         .scale = model->attention_scale,
         .cap = model->attention_softcap,
         .window = layer->window,
+        .is_half = model->is_half_attention,
         .layer = layer_pool(model, index) + (size_t)kv_head * head_halves(model),
         .block_halves = quire_block_bytes(model) / 2,
         .values_at = (size_t)model->head_size * (size_t)key_stride(model),

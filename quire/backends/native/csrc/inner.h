@@ -36,6 +36,7 @@ typedef struct { /* of one KV head of a layer */
     int head_stride;  /* values in memory, and mixes: likewise */
     float scale, cap;
     int window;
+    int is_half; /* arithmetic may be fp16, where that is faster */
     const uint16_t *layer; /* its blocks, from this head's keys on */
     size_t block_halves, values_at;
 } attention_shape;
@@ -67,8 +68,9 @@ typedef struct {
 #define VARIANT(name, is_supported, panel) \
     {name, is_supported, panel, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend}
 
-/* floats of scratch that a panel of so many groups may use: bytes, scales and minima, expanded */
-static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * (64 + 16); }
+/* floats of scratch that a panel may use for each group: bytes, scales, minima and what goes with them, expanded */
+enum { SCRATCH_FLOATS = 64 + 24 };
+static inline size_t panel_scratch(int num_groups) { return (size_t)num_groups * SCRATCH_FLOATS; }
 
 const quire_variant *quire_variant_now(void);
 int quire_check_variant(const quire_variant *variant); /* 1: it computes what it should */

@@ -7,9 +7,11 @@
 #define MAGIC 12582912.0f /* 1.5 * 2^23: a small whole number added to its bits is added to the float */
 #define MAGIC_BITS 0x4b400000
 
-typedef struct { /* a panel ready for products: of each group 256 bytes, 8 scales, 8 minima */
+enum { FLOATS = 24 };
+
+typedef struct { /* a panel ready for products: of each group 256 bytes, and floats for each of 8 rows */
     const int8_t *codes;
-    const float *scales, *minima;
+    const float *floats; /* of each group 8 scales, 8 times -MAGIC * scale, 8 minima */
     int num_groups;
 } expanded;
 
@@ -43,8 +45,7 @@ static inline __attribute__((always_inline)) void pair_steps(int8x16_t codes[16]
 
 static inline __attribute__((always_inline)) expanded expand_panel(
     const uint8_t *w, int kind, int num_groups, float *scratch, const int in_pairs) {
-    float *scales = scratch, *minima = scratch + 8 * num_groups;
-    int8_t *codes = (int8_t *)(scratch + 16 * num_groups);
+    int8_t *codes = (int8_t *)(scratch + FLOATS * num_groups);
     for (int g = 0; g < num_groups; g++, w += panel_bytes(kind)) {
         const uint8_t *tail = w + (kind == QUIRE_Q8 ? 256 : 128);
         int8x16_t bytes[16];
@@ -52,11 +53,13 @@ static inline __attribute__((always_inline)) expanded expand_panel(
         if (in_pairs) pair_steps(bytes);
         for (int i = 0; i < 16; i++) vst1q_s8(codes + 256 * g + 16 * i, bytes[i]);
         for (int half = 0; half < 2; half++) {
-            vst1q_f32(scales + 8 * g + 4 * half, halves(tail + 8 * half));
-            if (kind == QUIRE_Q4) vst1q_f32(minima + 8 * g + 4 * half, halves(tail + 16 + 8 * half));
+            float *at = scratch + FLOATS * g + 4 * half;
+            vst1q_f32(at, halves(tail + 8 * half));
+            vst1q_f32(at + 8, vmulq_n_f32(vld1q_f32(at), -MAGIC));
+            if (kind == QUIRE_Q4) vst1q_f32(at + 16, halves(tail + 16 + 8 * half));
         }
     }
-    return (expanded){codes, scales, minima, num_groups};
+    return (expanded){codes, scratch, num_groups};
 }
 
 /* 32 products for each of 8 rows: bytes of a panel's group and 32 bytes of one input. */
@@ -73,7 +76,7 @@ static inline __attribute__((always_inline)) void dot_group(
 
 static inline __attribute__((always_inline)) float32x4_t add_scaled(
     float32x4_t sum, int32x4_t products, float32x4_t scales, float scale) {
-    return vfmaq_f32(sum, vcvtq_f32_s32(products), vmulq_n_f32(scales, scale));
+    return vfmaq_n_f32(sum, vmulq_f32(vcvtq_f32_s32(products), scales), scale);
 }
 
 static inline void write_outputs(float32x4_t low, float32x4_t high, float *y, int count) {

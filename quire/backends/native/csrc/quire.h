@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUIRE_ABI 1
+#define QUIRE_ABI 2
 #define QUIRE_API __attribute__((visibility("default")))
 
 /* T tokens of a step, S sequences, L rows that want logits, V vocabulary, E hidden size, F ffn size,
@@ -55,6 +55,7 @@ typedef struct {
     /* the KV pool: [layers][blocks][2][K][...] fp16; keys of a head [D][key stride], values [block size][D] */
     uint16_t *pool;
     int32_t num_blocks, block_size;
+    int32_t is_half_attention; /* whether attention may multiply in fp16, where the machine is faster at that */
 } quire_model;
 
 typedef struct {

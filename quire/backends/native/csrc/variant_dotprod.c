@@ -7,56 +7,81 @@
 
 enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers */
 
-/* 32 products for each of 8 rows of a matrix and 4 of the input. The compiler would keep more in registers than there
-   are and spill, so the order is written out: 24 accumulators and outputs live, 8 left for bytes. Sums begin at MAGIC,
-   the bits of 1.5 * 2^23, so that they are floats already, of which 1.5 * 2^23 is to be taken off: conversions are
-   slow. */
+/* 32 products for each of 8 rows of a matrix and 4 of the input, scaled and added to `out`. The compiler would keep more
+   in registers than there are and spill, so the order is written out. Conversions are slow and moves are not free, loads
+   are: sums begin at MAGIC, the bits of 1.5 * 2^23, so that they are floats already, of which a product with the scale
+   and an addition of -MAGIC * scale take it off again, without rounding in between. */
 #define STEP(lane, first, second) \
-    "sdot %[p0].4s, " first ".16b, %[x0].4b[" lane "]\n sdot %[p2].4s, " first ".16b, %[x1].4b[" lane "]\n" \
-    "sdot %[p4].4s, " first ".16b, %[x2].4b[" lane "]\n sdot %[p6].4s, " first ".16b, %[x3].4b[" lane "]\n" \
-    "sdot %[p1].4s, " second ".16b, %[x0].4b[" lane "]\n sdot %[p3].4s, " second ".16b, %[x1].4b[" lane "]\n" \
-    "sdot %[p5].4s, " second ".16b, %[x2].4b[" lane "]\n sdot %[p7].4s, " second ".16b, %[x3].4b[" lane "]\n"
+    "sdot v16.4s, " first ".16b, v28.4b[" lane "]\n sdot v18.4s, " first ".16b, v29.4b[" lane "]\n" \
+    "sdot v20.4s, " first ".16b, v30.4b[" lane "]\n sdot v22.4s, " first ".16b, v31.4b[" lane "]\n" \
+    "sdot v17.4s, " second ".16b, v28.4b[" lane "]\n sdot v19.4s, " second ".16b, v29.4b[" lane "]\n" \
+    "sdot v21.4s, " second ".16b, v30.4b[" lane "]\n sdot v23.4s, " second ".16b, v31.4b[" lane "]\n"
 #define LOAD(offset, first, second) "ldp " first ", " second ", [%[codes], #" offset "]\n"
 #define INPUTS(offset) \
-    "ldr %q[x0], [%[i0], #" offset "]\n ldr %q[x1], [%[i1], #" offset "]\n" \
-    "ldr %q[x2], [%[i2], #" offset "]\n ldr %q[x3], [%[i3], #" offset "]\n"
+    "ldr q28, [%[i0], #" offset "]\n ldr q29, [%[i1], #" offset "]\n" \
+    "ldr q30, [%[i2], #" offset "]\n ldr q31, [%[i3], #" offset "]\n"
+#define SCALE(low, high, to_low, to_high) \
+    "fmla " to_low ".4s, " low ".4s, v14.4s\n fmla " to_high ".4s, " high ".4s, v15.4s\n"
+#define ADD(low, high, scale, to_low, to_high) \
+    "fmla %[" to_low "].4s, " low ".4s, %[" scale "].s[0]\n fmla %[" to_high "].4s, " high ".4s, %[" scale "].s[0]\n"
+static const int32_t MAGICS[8] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS,
+                                  MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
 static inline __attribute__((always_inline)) void dot_tile(
-    const int8_t *codes, const int8_t *input, size_t stride, int32x4_t magic, int32x4_t p[8]) {
-    int8x16_t a, b, c, d, x0, x1, x2, x3;
+    const int8_t *codes, const float *floats, const int8_t *input, size_t stride, const float scales[TILE],
+    float32x4_t out[2 * TILE]) {
     __asm__(
-        INPUTS("0") "ldp %q[a], %q[b], [%[codes]]\n ldp %q[c], %q[d], [%[codes], #32]\n"
-        "mov %[p0].16b, %[magic].16b\n mov %[p1].16b, %[magic].16b\n mov %[p2].16b, %[magic].16b\n"
-        "mov %[p3].16b, %[magic].16b\n mov %[p4].16b, %[magic].16b\n mov %[p5].16b, %[magic].16b\n"
-        "mov %[p6].16b, %[magic].16b\n mov %[p7].16b, %[magic].16b\n"
-        STEP("0", "%[a]", "%[b]") LOAD("64", "%q[a]", "%q[b]") STEP("1", "%[c]", "%[d]") LOAD("96", "%q[c]", "%q[d]")
-        STEP("2", "%[a]", "%[b]") LOAD("128", "%q[a]", "%q[b]") STEP("3", "%[c]", "%[d]") LOAD("160", "%q[c]", "%q[d]")
-        INPUTS("16")
-        STEP("0", "%[a]", "%[b]") LOAD("192", "%q[a]", "%q[b]") STEP("1", "%[c]", "%[d]") LOAD("224", "%q[c]", "%q[d]")
-        STEP("2", "%[a]", "%[b]") STEP("3", "%[c]", "%[d]")
-        : [p0] "=&w"(p[0]), [p1] "=&w"(p[1]), [p2] "=&w"(p[2]), [p3] "=&w"(p[3]), [p4] "=&w"(p[4]), [p5] "=&w"(p[5]),
-          [p6] "=&w"(p[6]), [p7] "=&w"(p[7]), [a] "=&w"(a), [b] "=&w"(b), [c] "=&w"(c), [d] "=&w"(d), [x0] "=&w"(x0),
-          [x1] "=&w"(x1), [x2] "=&w"(x2), [x3] "=&w"(x3)
-        : [codes] "r"(codes), [i0] "r"(input), [i1] "r"(input + stride), [i2] "r"(input + 2 * stride),
-          [i3] "r"(input + 3 * stride), [magic] "w"(magic), "m"(*(const int8_t(*)[256])codes),
-          "m"(*(const int8_t(*)[32])input), "m"(*(const int8_t(*)[32])(input + stride)),
-          "m"(*(const int8_t(*)[32])(input + 2 * stride)), "m"(*(const int8_t(*)[32])(input + 3 * stride)));
+        INPUTS("0") LOAD("0", "q24", "q25") LOAD("32", "q26", "q27")
+        "ldp q16, q17, [%[magics]]\n ldp q18, q19, [%[magics]]\n ldp q20, q21, [%[magics]]\n ldp q22, q23, [%[magics]]\n"
+        STEP("0", "v24", "v25") LOAD("64", "q24", "q25") STEP("1", "v26", "v27") LOAD("96", "q26", "q27")
+        STEP("2", "v24", "v25") LOAD("128", "q24", "q25") STEP("3", "v26", "v27") LOAD("160", "q26", "q27")
+        INPUTS("16") "ldp q14, q15, [%[floats]]\n"
+        STEP("0", "v24", "v25") LOAD("192", "q24", "q25") STEP("1", "v26", "v27") LOAD("224", "q26", "q27")
+        STEP("2", "v24", "v25") "ldp q24, q25, [%[floats], #32]\n" STEP("3", "v26", "v27")
+        "ldp q26, q27, [%[floats], #32]\n ldp q28, q29, [%[floats], #32]\n ldp q30, q31, [%[floats], #32]\n"
+        SCALE("v16", "v17", "v24", "v25") SCALE("v18", "v19", "v26", "v27")
+        SCALE("v20", "v21", "v28", "v29") SCALE("v22", "v23", "v30", "v31")
+        ADD("v24", "v25", "s0", "o0", "o1") ADD("v26", "v27", "s1", "o2", "o3")
+        ADD("v28", "v29", "s2", "o4", "o5") ADD("v30", "v31", "s3", "o6", "o7")
+        : [o0] "+w"(out[0]), [o1] "+w"(out[1]), [o2] "+w"(out[2]), [o3] "+w"(out[3]), [o4] "+w"(out[4]),
+          [o5] "+w"(out[5]), [o6] "+w"(out[6]), [o7] "+w"(out[7])
+        : [codes] "r"(codes), [floats] "r"(floats), [magics] "r"(MAGICS), [i0] "r"(input), [i1] "r"(input + stride),
+          [i2] "r"(input + 2 * stride), [i3] "r"(input + 3 * stride), [s0] "w"(scales[0]), [s1] "w"(scales[1]),
+          [s2] "w"(scales[2]), [s3] "w"(scales[3])
+        : "memory", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27",
+          "v28", "v29", "v30", "v31");
+}
+
+/* The same for one row of the input. */
+#define ONE(first, second, input, lane) \
+    "sdot v16.4s, " first ".16b, " input ".4b[" lane "]\n sdot v17.4s, " second ".16b, " input ".4b[" lane "]\n"
+static inline __attribute__((always_inline)) void dot_one(
+    const int8_t *codes, const float *floats, const int8_t *input, float scale, float32x4_t out[2]) {
+    __asm__(
+        "ldp q28, q29, [%[input]]\n ldp q16, q17, [%[magics]]\n"
+        LOAD("0", "q20", "q21") LOAD("32", "q22", "q23") LOAD("64", "q24", "q25") LOAD("96", "q26", "q27")
+        ONE("v20", "v21", "v28", "0") LOAD("128", "q20", "q21") ONE("v22", "v23", "v28", "1") LOAD("160", "q22", "q23")
+        ONE("v24", "v25", "v28", "2") LOAD("192", "q24", "q25") ONE("v26", "v27", "v28", "3") LOAD("224", "q26", "q27")
+        "ldp q18, q19, [%[floats], #32]\n ldp q30, q31, [%[floats]]\n"
+        ONE("v20", "v21", "v29", "0") ONE("v22", "v23", "v29", "1") ONE("v24", "v25", "v29", "2")
+        ONE("v26", "v27", "v29", "3")
+        "fmla v18.4s, v16.4s, v30.4s\n fmla v19.4s, v17.4s, v31.4s\n"
+        "fmla %[low].4s, v18.4s, %[scale].s[0]\n fmla %[high].4s, v19.4s, %[scale].s[0]\n"
+        : [low] "+w"(out[0]), [high] "+w"(out[1])
+        : [codes] "r"(codes), [floats] "r"(floats), [magics] "r"(MAGICS), [input] "r"(input), [scale] "w"(scale)
+        : "memory", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29",
+          "v30", "v31");
 }
 
 /* The refined groups of one row of the input, after all others. */
 static inline __attribute__((always_inline)) void refine_row(
     const expanded *w, const quire_input *x, int row, float32x4_t out[2]) {
-    const size_t first = (size_t)row * (size_t)x->num_refined;
-    for (int r = 0; r < x->num_refined; r++) {
-        const int g = x->refined[first + (size_t)r];
-        const int8_t *rest = x->rest + (first + (size_t)r) * GROUP;
-        int8x16_t codes[16];
-        int32x4_t products[2];
-        expand_codes((const uint8_t *)(w->codes + 256 * g), QUIRE_Q8, codes);
-        dot_group(codes, vld1q_s8(rest), vld1q_s8(rest + 16), products);
-        for (int half = 0; half < 2; half++)
-            out[half] = add_scaled(out[half], products[half], vld1q_f32(w->scales + 8 * g + 4 * half),
-                                   x->rest_scales[first + (size_t)r]);
-    }
+    const int count = x->num_refined;
+    const size_t first = (size_t)row * (size_t)count;
+    const int32_t *refined = x->refined + first;
+    const int8_t *rest = x->rest + first * GROUP, *codes = w->codes;
+    const float *scales = x->rest_scales + first, *floats = w->floats;
+    for (int r = 0; r < count; r++)
+        dot_one(codes + 256 * refined[r], floats + FLOATS * refined[r], rest + GROUP * r, scales[r], out);
 }
 
 /* TILE rows of the input from `row` on. */
@@ -66,28 +91,24 @@ static inline __attribute__((always_inline)) void multiply_tile(
     const size_t row_bytes = (size_t)groups * GROUP;
     const int8_t *q = x->q + (size_t)row * row_bytes;
     const float *scales = x->scales + (size_t)row * (size_t)groups, *sums = x->sums + (size_t)row * (size_t)groups;
-    const int32x4_t magic = vdupq_n_s32(MAGIC_BITS);
-    const float32x4_t taken = vdupq_n_f32(MAGIC);
-    float32x4_t out[TILE][2];
-    for (int m = 0; m < TILE; m++) out[m][0] = out[m][1] = vdupq_n_f32(0);
+    const int8_t *codes = w->codes;
+    const float *floats = w->floats;
+    float32x4_t out[2 * TILE];
+    for (int i = 0; i < 2 * TILE; i++) out[i] = vdupq_n_f32(0);
     for (int g = 0; g < groups; g++) {
-        int32x4_t products[2 * TILE];
-        dot_tile(w->codes + 256 * g, q + 32 * g, row_bytes, magic, products);
-        for (int half = 0; half < 2; half++) {
-            const float32x4_t scale = vld1q_f32(w->scales + 8 * g + 4 * half);
-            for (int m = 0; m < TILE; m++) {
-                const float32x4_t whole = vsubq_f32(vreinterpretq_f32_s32(products[2 * m + half]), taken);
-                out[m][half] = vfmaq_f32(out[m][half], whole, vmulq_n_f32(scale, scales[m * groups + g]));
-            }
-            if (kind == QUIRE_Q4) {
-                const float32x4_t minimum = vld1q_f32(w->minima + 8 * g + 4 * half);
-                for (int m = 0; m < TILE; m++) out[m][half] = vfmaq_n_f32(out[m][half], minimum, sums[m * groups + g]);
-            }
+        const float tile_scales[TILE] = {scales[g], scales[groups + g], scales[2 * groups + g], scales[3 * groups + g]};
+        dot_tile(codes + 256 * g, floats + FLOATS * g, q + 32 * g, row_bytes, tile_scales, out);
+        if (kind != QUIRE_Q4) continue;
+        const float *minima = floats + FLOATS * g + 16;
+        const float32x4_t low = vld1q_f32(minima), high = vld1q_f32(minima + 4);
+        for (int m = 0; m < TILE; m++) {
+            out[2 * m] = vfmaq_n_f32(out[2 * m], low, sums[m * groups + g]);
+            out[2 * m + 1] = vfmaq_n_f32(out[2 * m + 1], high, sums[m * groups + g]);
         }
     }
     float sums_so_far[TILE][PANEL]; /* by way of memory: a loop over registers would keep them in memory all along */
     for (int m = 0; m < TILE; m++)
-        for (int half = 0; half < 2; half++) vst1q_f32(sums_so_far[m] + 4 * half, out[m][half]);
+        for (int half = 0; half < 2; half++) vst1q_f32(sums_so_far[m] + 4 * half, out[2 * m + half]);
     for (int m = 0; m < TILE; m++) {
         float32x4_t sum[2] = {vld1q_f32(sums_so_far[m]), vld1q_f32(sums_so_far[m] + 4)};
         refine_row(w, x, row + m, sum);
@@ -108,8 +129,8 @@ static inline __attribute__((always_inline)) void multiply_row(
         expand_codes((const uint8_t *)(w->codes + 256 * g), QUIRE_Q8, codes);
         dot_group(codes, vld1q_s8(q + 32 * g), vld1q_s8(q + 32 * g + 16), products);
         for (int half = 0; half < 2; half++) {
-            out[half] = add_scaled(out[half], products[half], vld1q_f32(w->scales + 8 * g + 4 * half), scales[g]);
-            if (kind == QUIRE_Q4) out[half] = vfmaq_n_f32(out[half], vld1q_f32(w->minima + 8 * g + 4 * half), sums[g]);
+            out[half] = add_scaled(out[half], products[half], vld1q_f32(w->floats + FLOATS * g + 4 * half), scales[g]);
+            if (kind == QUIRE_Q4) out[half] = vfmaq_n_f32(out[half], vld1q_f32(w->floats + FLOATS * g + 16 + 4 * half), sums[g]);
         }
     }
     refine_row(w, x, row, out);

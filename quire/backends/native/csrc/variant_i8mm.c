@@ -54,13 +54,13 @@ static inline __attribute__((always_inline)) void multiply_tile(
         int32x4_t pairs[2][4];
         dot_pairs(panel->codes + 256 * g, inputs, (size_t)g * GROUP, pairs, (num + 1) / 2);
         for (int half = 0; half < 2; half++) {
-            const float32x4_t scale = vld1q_f32(panel->scales + 8 * g + 4 * half);
+            const float32x4_t scale = vld1q_f32(panel->floats + FLOATS * g + 4 * half);
             for (int m = 0; m < num; m++) {
                 const float32x4_t products = four_products(pairs[m / 2][2 * half], pairs[m / 2][2 * half + 1], m % 2);
-                out[m][half] = vfmaq_f32(out[m][half], products, vmulq_n_f32(scale, scales[m * groups + g]));
+                out[m][half] = vfmaq_n_f32(out[m][half], vmulq_f32(products, scale), scales[m * groups + g]);
             }
             if (kind == QUIRE_Q4) {
-                const float32x4_t minimum = vld1q_f32(panel->minima + 8 * g + 4 * half);
+                const float32x4_t minimum = vld1q_f32(panel->floats + FLOATS * g + 16 + 4 * half);
                 for (int m = 0; m < num; m++) out[m][half] = vfmaq_n_f32(out[m][half], minimum, sums[m * groups + g]);
             }
         }

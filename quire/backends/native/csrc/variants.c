@@ -93,7 +93,7 @@ int quire_check_variant(const quire_variant *variant) {
         .refined = problem.refined};
     for (int test = 0; test < 4; test++) { /* both kinds, all rows and one */
         const int kind = test % 2 ? QUIRE_Q8 : QUIRE_Q4;
-        float scratch[CHECK_GROUPS * 80], computed[CHECK_ROWS * PANEL], right[CHECK_ROWS * PANEL];
+        float scratch[CHECK_GROUPS * SCRATCH_FLOATS], computed[CHECK_ROWS * PANEL], right[CHECK_ROWS * PANEL];
         fill_problem(&problem, kind);
         input.num_rows = test < 2 ? CHECK_ROWS : 1;
         variant->panel(problem.w, kind, &input, scratch, computed, PANEL, PANEL);

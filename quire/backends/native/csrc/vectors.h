@@ -16,6 +16,7 @@
 #if !defined(QUIRE_PORTABLE) && defined(__aarch64__)
 
 enum { LANES = 4 };
+#define HAS_HALF_ARITHMETIC 1 /* the variants that exist here need it */
 typedef float32x4_t vec;
 static inline vec load(const float *at) { return vld1q_f32(at); }
 static inline void store(float *at, vec x) { vst1q_f32(at, x); }
@@ -101,6 +102,10 @@ static inline void store_bytes(int8_t *at, vec x) {
 }
 #undef EACH
 
+#endif
+
+#if !defined(HAS_HALF_ARITHMETIC)
+#define HAS_HALF_ARITHMETIC 0
 #endif
 
 /* Over the lanes, always in the same order. */

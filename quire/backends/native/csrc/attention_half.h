@@ -1,0 +1,113 @@
+/* Attention in fp16 arithmetic, for ARM: twice the numbers an instruction, and no conversion of what the cache holds,
+   which costs as much there as a product does. Sums of more than CHUNK products are fp32.
+
+   The same states go through the same blocks as in attention.h, and as there nothing depends on the company. Scores are
+   in units of log2, so that weights are powers of two; weights are at most 2^-5, so that 32 of them times any fp16 values
+   stay within fp16. */
+enum { CHUNK = 32, HALF_LANES = 8, SPAN = 32 }; /* SPAN: keys, or dimensions, that are in registers at a time */
+#define LOG2_E 1.44269504f
+#define HEADROOM 5.0f /* log2(CHUNK) */
+
+/* to [heads, stride] = to * shrink + a [heads, a stride] times b [count, b stride], for `vectors` of 8 columns. With no
+   shrink, whatever was in it is forgotten. */
+static inline __attribute__((always_inline)) void multiply_halves(
+    const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, float *to, int to_stride,
+    const float *shrink, const int num_heads, const int vectors) {
+    float16x8_t sums[MAX_HEADS][4];
+    for (int h = 0; h < num_heads; h++)
+        for (int j = 0; j < vectors; j++) sums[h][j] = vdupq_n_f16(0);
+    for (int i = 0; i < count; i++, b += b_stride) {
+        float16x8_t row[4];
+        for (int j = 0; j < vectors; j++) row[j] = vld1q_f16(b + HALF_LANES * j);
+        for (int h = 0; h < num_heads; h++)
+            for (int j = 0; j < vectors; j++) sums[h][j] = vfmaq_n_f16(sums[h][j], row[j], a[h * a_stride + i]);
+    }
+    for (int h = 0; h < num_heads; h++)
+        for (int j = 0; j < vectors; j++) {
+            float *at = to + h * to_stride + HALF_LANES * j;
+            float32x4_t low = vcvt_f32_f16(vget_low_f16(sums[h][j])), high = vcvt_high_f32_f16(sums[h][j]);
+            if (shrink) {
+                low = vfmaq_n_f32(low, vld1q_f32(at), shrink[h]);
+                high = vfmaq_n_f32(high, vld1q_f32(at + 4), shrink[h]);
+            }
+            vst1q_f32(at, low);
+            vst1q_f32(at + 4, high);
+        }
+}
+
+/* The same for all columns, SPAN at a time, and any count: the first CHUNK shrinks what was there. */
+static inline __attribute__((always_inline)) void multiply_columns(
+    const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, int columns, float *to, int to_stride,
+    const float *shrink, const int num_heads) {
+    static const float ONES[MAX_HEADS] = {1, 1, 1, 1};
+    for (int column = 0; column < columns; column += SPAN) {
+        const int left = (columns - column) / HALF_LANES;
+        for (int i = 0; i < count; i += CHUNK) {
+            const int some = count - i < CHUNK ? count - i : CHUNK;
+            const float16_t *rows = b + (size_t)i * (size_t)b_stride + column;
+            const float *by = i ? ONES : shrink;
+            if (left >= 4) {
+                multiply_halves(a + i, a_stride, rows, b_stride, some, to + column, to_stride, by, num_heads, 4);
+                continue;
+            }
+            for (int j = 0; j < left; j++)
+                multiply_halves(a + i, a_stride, rows + HALF_LANES * j, b_stride, some, to + column + HALF_LANES * j,
+                                to_stride, by, num_heads, 1);
+        }
+    }
+}
+
+/* 2^x, for x of at most 0, to about 4e-6 of its size; below -126 it is 2^-126. */
+static inline float32x4_t power(float32x4_t x) {
+    const float32x4_t magic = vdupq_n_f32(12582912.0f);
+    x = vmaxq_f32(x, vdupq_n_f32(-126.0f));
+    const float32x4_t shifted = vaddq_f32(x, magic), r = vsubq_f32(x, vsubq_f32(shifted, magic));
+    float32x4_t y = vdupq_n_f32(9.6730598e-3f);
+    y = vfmaq_f32(vdupq_n_f32(5.5505126e-2f), y, r);
+    y = vfmaq_f32(vdupq_n_f32(2.4022007e-1f), y, r);
+    y = vfmaq_f32(vdupq_n_f32(6.9314712e-1f), y, r);
+    y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(y), vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23)));
+}
+
+/* Scores to weights; the peak and the sum of a head go on. Returns what older weights shrink by. */
+static inline float soften_halves(
+    const attention_shape *shape, float *scores, const block_view *block, float *peak_so_far, float *sum,
+    float16_t *weights) {
+    const int stride = shape->score_stride;
+    if (shape->cap != 0)
+        for (int i = block->first; i < block->last; i++)
+            scores[i] = shape->cap * LOG2_E * tanhf(scores[i] / (shape->cap * LOG2_E));
+    for (int i = 0; i < block->first; i++) scores[i] = -INFINITY;
+    for (int i = block->last; i < stride; i++) scores[i] = -INFINITY;
+    float32x4_t highs = vdupq_n_f32(*peak_so_far), sums = vdupq_n_f32(0);
+    for (int i = 0; i < stride; i += 4) highs = vmaxq_f32(highs, vld1q_f32(scores + i));
+    const float high = vmaxvq_f32(highs);
+    const float32x4_t top = vdupq_n_f32(high + HEADROOM);
+    for (int i = 0; i < stride; i += 8) {
+        const float32x4_t low = power(vsubq_f32(vld1q_f32(scores + i), top));
+        const float32x4_t next = power(vsubq_f32(vld1q_f32(scores + i + 4), top));
+        vst1q_f16(weights + i, vcvt_high_f16_f32(vcvt_f16_f32(low), next));
+        sums = vaddq_f32(sums, vaddq_f32(low, next));
+    }
+    const float shrink = high == *peak_so_far ? 1 : vgetq_lane_f32(power(vdupq_n_f32(*peak_so_far - high)), 0);
+    *sum = *sum * shrink + vaddvq_f32(sums);
+    *peak_so_far = high;
+    return shrink;
+}
+
+static inline __attribute__((always_inline)) void take_halves(
+    const attention_shape *shape, const float16_t *q, const block_view *block, float *scores, head_state *state, float *mix,
+    const int num_heads) {
+    const int stride = shape->score_stride, size = shape->head_size, first = block->first;
+    float16_t *weights = (float16_t *)(scores + MAX_HEADS * stride);
+    float shrink[MAX_HEADS];
+    multiply_columns(q, size, block->keys, shape->key_stride, size, ceil_div(block->last, HALF_LANES) * HALF_LANES,
+                     scores, stride, NULL, num_heads);
+    for (int h = 0; h < num_heads; h++)
+        shrink[h] = soften_halves(
+            shape, scores + h * stride, block, &state->peaks[h], &state->sums[h], weights + h * stride);
+    const float16_t *values = (const float16_t *)block->values + (size_t)first * (size_t)shape->head_stride;
+    multiply_columns(weights + first, stride, values, shape->head_stride, block->last - first, shape->head_stride, mix,
+                     shape->head_stride, shrink, num_heads);
+}
