@@ -57,19 +57,6 @@ static inline __attribute__((always_inline)) void multiply_columns(
     }
 }
 
-/* 2^x, for x of at most 0, to about 4e-6 of its size; below -126 it is 2^-126. */
-static inline float32x4_t power(float32x4_t x) {
-    const float32x4_t magic = vdupq_n_f32(12582912.0f);
-    x = vmaxq_f32(x, vdupq_n_f32(-126.0f));
-    const float32x4_t shifted = vaddq_f32(x, magic), r = vsubq_f32(x, vsubq_f32(shifted, magic));
-    float32x4_t y = vdupq_n_f32(9.6730598e-3f);
-    y = vfmaq_f32(vdupq_n_f32(5.5505126e-2f), y, r);
-    y = vfmaq_f32(vdupq_n_f32(2.4022007e-1f), y, r);
-    y = vfmaq_f32(vdupq_n_f32(6.9314712e-1f), y, r);
-    y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(y), vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23)));
-}
-
 /* Scores to weights; the peak and the sum of a head go on. Returns what older weights shrink by. */
 static inline float soften_halves(
     const attention_shape *shape, float *scores, const block_view *block, float *peak_so_far, float *sum,
@@ -83,14 +70,14 @@ static inline float soften_halves(
     float32x4_t highs = vdupq_n_f32(*peak_so_far), sums = vdupq_n_f32(0);
     for (int i = 0; i < stride; i += 4) highs = vmaxq_f32(highs, vld1q_f32(scores + i));
     const float high = vmaxvq_f32(highs);
-    const float32x4_t top = vdupq_n_f32(high + HEADROOM);
+    const float32x4_t top = vdupq_n_f32(high + HEADROOM), floor = vdupq_n_f32(-126.0f);
     for (int i = 0; i < stride; i += 8) {
-        const float32x4_t low = power(vsubq_f32(vld1q_f32(scores + i), top));
-        const float32x4_t next = power(vsubq_f32(vld1q_f32(scores + i + 4), top));
+        const float32x4_t low = power_of_two(vmaxq_f32(vsubq_f32(vld1q_f32(scores + i), top), floor));
+        const float32x4_t next = power_of_two(vmaxq_f32(vsubq_f32(vld1q_f32(scores + i + 4), top), floor));
         vst1q_f16(weights + i, vcvt_high_f16_f32(vcvt_f16_f32(low), next));
         sums = vaddq_f32(sums, vaddq_f32(low, next));
     }
-    const float shrink = high == *peak_so_far ? 1 : vgetq_lane_f32(power(vdupq_n_f32(*peak_so_far - high)), 0);
+    const float shrink = high == *peak_so_far ? 1 : vgetq_lane_f32(power_of_two(vmaxq_f32(vdupq_n_f32(*peak_so_far - high), floor)), 0);
     *sum = *sum * shrink + vaddvq_f32(sums);
     *peak_so_far = high;
     return shrink;

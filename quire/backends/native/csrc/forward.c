@@ -108,7 +108,7 @@ static void norm_one(row_job *job, int row) {
 
 static void norm_unit(void *context, int unit, int thread) {
     (void)thread;
-    each_row(context, unit, ((row_job *)context)->step->batch->num_tokens, norm_one);
+    each_row(context, unit, ((row_job *)context)->step->input.num_rows, norm_one);
 }
 
 static void set_input(quire_input *input, int num_rows, int cols, int refine) {
@@ -282,6 +282,21 @@ static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
     return *used;
 }
 
+/* Lays out what an input of so many rows takes; with no base, only says how much. */
+static size_t lay_input(quire_input *input, void *base) {
+    const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)input->num_groups;
+    const size_t rests = rows * (size_t)input->num_refined;
+    size_t used = 0;
+    carve(base, &used, cells * GROUP, (void **)&input->q);
+    carve(base, &used, cells * 4, (void **)&input->scales);
+    carve(base, &used, cells * 4, (void **)&input->sums);
+    carve(base, &used, rests * GROUP, (void **)&input->rest);
+    carve(base, &used, rests * 4, (void **)&input->rest_scales);
+    carve(base, &used, cells * 4, (void **)&input->keys);
+    carve(base, &used, cells * 4, (void **)&input->ranks);
+    return carve(base, &used, rests * 4, (void **)&input->refined);
+}
+
 /* Lays the working memory out; with no base, only says how much it takes. */
 static size_t lay_out(pass *step, void *base) {
     const quire_model *model = step->model;
@@ -294,12 +309,9 @@ static size_t lay_out(pass *step, void *base) {
     carve(base, &used, rows * (size_t)hidden * 4, (void **)&step->normed);
     carve(base, &used, rows * (size_t)largest(qkv, 2 * model->ffn_size) * 4, (void **)&step->inner);
     carve(base, &used, rows * (size_t)largest(heads, hidden) * 4, (void **)&step->mixed);
-    carve(base, &used, rows * groups * GROUP, (void **)&step->input.q);
-    carve(base, &used, rows * groups * 4, (void **)&step->input.scales);
-    carve(base, &used, rows * groups * 4, (void **)&step->input.sums);
-    carve(base, &used, rows * groups * GROUP, (void **)&step->input.rest);
-    carve(base, &used, rows * groups * 4, (void **)&step->input.rest_scales);
-    carve(base, &used, rows * groups * 4, (void **)&step->input.refined);
+    quire_input widest = {.num_rows = (int32_t)rows, .num_groups = (int32_t)groups, .num_refined = (int32_t)groups};
+    used += lay_input(&widest, base ? (char *)base + used : NULL);
+    if (base) step->input = widest;
     carve(base, &used, rows * 4, (void **)&step->sequences);
     carve(base, &used, rows * 4, (void **)&step->tiles);
     return used;
@@ -381,16 +393,12 @@ int quire_logits(quire_engine *engine, const quire_model *model, const float *hi
 }
 
 int quire_project(quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y) {
-    const int cols = linear->parts[0].cols, groups = ceil_div(cols, GROUP), refined = num_refined(groups, refine);
-    const size_t rows = (size_t)num_rows, cells = rows * (size_t)groups, rests = rows * (size_t)(refined + 1);
-    char *memory = quire_shared_memory(engine, rounded(cells * GROUP) + rounded(rests * GROUP) + 16 * (cells + rests) + 256);
-    if (!memory || quire_reserve_own(engine, 4 * panel_scratch(groups) + 64)) return -1;
-    quire_input input = {num_rows, groups, refined, (int8_t *)memory, NULL, NULL, NULL, NULL, NULL};
-    input.rest = (int8_t *)(memory + rounded(cells * GROUP));
-    input.scales = (float *)(input.rest + rounded(rests * GROUP));
-    input.sums = input.scales + cells;
-    input.rest_scales = input.sums + cells;
-    input.refined = (int32_t *)(input.rest_scales + rests);
+    const int cols = linear->parts[0].cols;
+    quire_input input = {0};
+    set_input(&input, num_rows, cols, refine);
+    void *memory = quire_shared_memory(engine, lay_input(&input, NULL));
+    if (!memory || quire_reserve_own(engine, 4 * panel_scratch(input.num_groups) + 64)) return -1;
+    lay_input(&input, memory);
     const quire_variant *run = quire_variant_now();
     for (int row = 0; row < num_rows; row++) run->quantize(x + (size_t)row * (size_t)cols, cols, &input, row);
     project(engine, run, linear, &input, y);

@@ -26,6 +26,7 @@ typedef struct {
     int8_t *rest;      /* [M, R, 32]: of the refined groups, what rounding left */
     float *rest_scales; /* [M, R] */
     int32_t *refined;  /* [M, R]: which groups, ascending */
+    int32_t *keys, *ranks; /* [M, G]: how they were chosen */
 } quire_input;
 
 typedef struct { /* of one KV head of a layer */

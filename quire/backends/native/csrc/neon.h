@@ -4,15 +4,13 @@
 #include "rows.h"
 #include "attention.h"
 
-#define MAGIC 12582912.0f /* 1.5 * 2^23: a small whole number added to its bits is added to the float */
-#define MAGIC_BITS 0x4b400000
+#define MAGIC_BITS 0x4b400000 /* of MAGIC: a small whole number added to them is added to the float */
 
-enum { FLOATS = 24 };
+enum { AHEAD = 2048 }; /* bytes of a matrix that are asked for before they are needed */
 
-typedef struct { /* a panel ready for products: of each group 256 bytes, and floats for each of 8 rows */
-    const int8_t *codes;
-    const float *floats; /* of each group 8 scales, 8 times -MAGIC * scale, 8 minima */
-    int num_groups;
+typedef struct { /* a group of a panel, ready for products: for each of 8 rows 32 codes, their scale and minimum */
+    int8_t codes[256];
+    float scales[PANEL], offsets[PANEL], minima[PANEL]; /* offset: -MAGIC * scale */
 } expanded;
 
 static inline __attribute__((always_inline)) void expand_codes(const uint8_t *w, int kind, int8x16_t codes[16]) {
@@ -43,23 +41,25 @@ static inline __attribute__((always_inline)) void pair_steps(int8x16_t codes[16]
     }
 }
 
-static inline __attribute__((always_inline)) expanded expand_panel(
+static inline __attribute__((always_inline)) const expanded *expand_panel(
     const uint8_t *w, int kind, int num_groups, float *scratch, const int in_pairs) {
-    int8_t *codes = (int8_t *)(scratch + FLOATS * num_groups);
-    for (int g = 0; g < num_groups; g++, w += panel_bytes(kind)) {
+    expanded *out = (expanded *)scratch;
+    for (int g = 0; g < num_groups; g++, w += panel_bytes(kind), out++) {
         const uint8_t *tail = w + (kind == QUIRE_Q8 ? 256 : 128);
         int8x16_t bytes[16];
         expand_codes(w, kind, bytes);
         if (in_pairs) pair_steps(bytes);
-        for (int i = 0; i < 16; i++) vst1q_s8(codes + 256 * g + 16 * i, bytes[i]);
+        for (int i = 0; i < panel_bytes(kind); i += 64) /* the next panel, while products are made with this one */
+            __builtin_prefetch(w + (size_t)num_groups * (size_t)panel_bytes(kind) + i);
+        for (int i = 0; i < 16; i++) vst1q_s8(out->codes + 16 * i, bytes[i]);
         for (int half = 0; half < 2; half++) {
-            float *at = scratch + FLOATS * g + 4 * half;
-            vst1q_f32(at, halves(tail + 8 * half));
-            vst1q_f32(at + 8, vmulq_n_f32(vld1q_f32(at), -MAGIC));
-            if (kind == QUIRE_Q4) vst1q_f32(at + 16, halves(tail + 16 + 8 * half));
+            const float32x4_t scales = halves(tail + 8 * half);
+            vst1q_f32(out->scales + 4 * half, scales);
+            vst1q_f32(out->offsets + 4 * half, vmulq_n_f32(scales, -MAGIC));
+            if (kind == QUIRE_Q4) vst1q_f32(out->minima + 4 * half, halves(tail + 16 + 8 * half));
         }
     }
-    return (expanded){codes, scratch, num_groups};
+    return (const expanded *)scratch;
 }
 
 /* 32 products for each of 8 rows: bytes of a panel's group and 32 bytes of one input. */
@@ -120,8 +120,7 @@ static inline __attribute__((always_inline)) void stream(
         const uint8_t *at = w + (size_t)g * (size_t)size;
         int8x16_t codes[16];
         int32x4_t products[2];
-        __builtin_prefetch(at + 1024);
-        __builtin_prefetch(at + 1088);
+        for (int i = 0; i < size; i += 64) __builtin_prefetch(at + AHEAD + i);
         expand_codes(at, kind, codes);
         dot_group(codes, vld1q_s8(q + 32 * g), vld1q_s8(q + 32 * g + 16), products);
         for (int half = 0; half < 2; half++) {

@@ -68,45 +68,42 @@ static void add_row(float *x, const float *y, int count) {
     for (int i = 0; i < count; i++) x[i] += y[i];
 }
 
-/* The groups with the largest scales, as many as will be refined, in ascending order: equal ones from the left. */
-static void choose_refined(const float *scales, int num_groups, int num_chosen, int32_t *chosen) {
-    float threshold = -1;
-    int above = 0;
-    if (num_chosen < num_groups) { /* the largest value that fewer than num_chosen others exceed */
-        for (int i = 0; i < num_groups; i++) {
-            int larger = 0, equal = 0;
-            for (int j = 0; j < num_groups; j++) {
-                larger += scales[j] > scales[i];
-                equal += scales[j] == scales[i];
-            }
-            if (larger < num_chosen && larger + equal >= num_chosen) {
-                threshold = scales[i];
-                above = larger;
-                break;
-            }
-        }
+enum { PLACES = 2048 };
+
+/* The groups with the largest scales, as many as will be refined, in ascending order. Of scales that are alike in all but
+   their last bits the left one comes first. `keys` and `ranks` are [groups]. */
+static void choose_refined(
+    const float *scales, int num_groups, int num_chosen, int32_t *restrict keys, int32_t *restrict ranks,
+    int32_t *chosen) {
+    for (int i = 0; i < num_groups; i++) {
+        int32_t bits;
+        memcpy(&bits, scales + i, sizeof bits); /* of numbers above 0 these are in the same order */
+        keys[i] = (bits & ~(PLACES - 1)) | (PLACES - 1 - i % PLACES);
+        ranks[i] = 0;
     }
-    int num_equal = num_chosen - above, count = 0;
-    for (int i = 0; i < num_groups && count < num_chosen; i++) {
-        if (scales[i] > threshold || (scales[i] == threshold && num_equal-- > 0)) chosen[count++] = i;
+    for (int j = 0; j < num_groups; j++) {
+        const int32_t key = keys[j];
+        for (int i = 0; i < num_groups; i++) ranks[i] += key > keys[i];
     }
+    int count = 0;
+    for (int i = 0; i < num_groups && count < num_chosen; i++)
+        if (ranks[i] < num_chosen) chosen[count++] = i;
     for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* scales that are not numbers: it does not matter */
 }
 
 /* 32 numbers to 8 bits; returns the scale. What is no number leaves a scale that is none either. */
 static float quantize_group(const float *x, int8_t *q) {
-    vec peaks = fill(0), nothing = fill(0);
+    vec peaks = fill(0), sums = fill(0);
     for (int i = 0; i < GROUP; i += LANES) {
         peaks = highest(peaks, size(load(x + i)));
-        nothing = add(nothing, sub(load(x + i), load(x + i)));
+        sums = add(sums, load(x + i));
     }
-    const float largest = peak(peaks), check = total(nothing);
+    const float largest = peak(peaks), sum = total(sums), check = sum - sum; /* not 0 where one is no number */
     if (!(largest > 1e-30f) || check != 0) {
         memset(q, 0, GROUP);
         return check == 0 ? 0 : check;
     }
-    const vec factor = fill(127.0f / largest);
-    for (int i = 0; i < GROUP; i += LANES) store_bytes(q + i, round_whole(mul(load(x + i), factor)));
+    round_bytes(q, x, 127.0f / largest);
     return largest / 127.0f;
 }
 
@@ -134,14 +131,13 @@ static void quantize_row(const float *x, int count, quire_input *out, int row) {
     }
     if (!refined) return;
     int32_t *chosen = out->refined + first_rest;
-    choose_refined(scales, num_groups, refined, chosen);
+    choose_refined(scales, num_groups, refined, out->keys + first, out->ranks + first, chosen);
     for (int r = 0; r < refined; r++) {
         const int g = chosen[r];
+        const float *at = x + g * GROUP;
         float rest[GROUP];
-        for (int i = 0; i < GROUP; i++) {
-            float number = g * GROUP + i < count ? x[g * GROUP + i] : 0;
-            rest[i] = number - (float)q[g * GROUP + i] * scales[g];
-        }
+        if ((g + 1) * GROUP > count) at = padded; /* the last group, as it was left */
+        for (int i = 0; i < GROUP; i++) rest[i] = at[i] - (float)q[g * GROUP + i] * scales[g];
         int8_t *codes = out->rest + (first_rest + (size_t)r) * GROUP;
         const float scale = quantize_group(rest, codes);
         out->rest_scales[first_rest + (size_t)r] = scale;

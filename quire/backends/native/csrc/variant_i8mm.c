@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) float32x4_t four_products(
 static inline __attribute__((always_inline)) void multiply_tile(
     const expanded *panel, const uint8_t *w, int kind, const quire_input *x, int row, float *y, size_t stride,
     int count, const int num) {
-    const int groups = panel->num_groups;
+    const int groups = x->num_groups;
     const float *scales = x->scales + (size_t)row * (size_t)groups, *sums = x->sums + (size_t)row * (size_t)groups;
     const int8_t *inputs[TILE];
     for (int m = 0; m < TILE; m++)
@@ -52,15 +52,15 @@ static inline __attribute__((always_inline)) void multiply_tile(
     for (int m = 0; m < num; m++) out[m][0] = out[m][1] = vdupq_n_f32(0);
     for (int g = 0; g < groups; g++) {
         int32x4_t pairs[2][4];
-        dot_pairs(panel->codes + 256 * g, inputs, (size_t)g * GROUP, pairs, (num + 1) / 2);
+        dot_pairs(panel[g].codes, inputs, (size_t)g * GROUP, pairs, (num + 1) / 2);
         for (int half = 0; half < 2; half++) {
-            const float32x4_t scale = vld1q_f32(panel->floats + FLOATS * g + 4 * half);
+            const float32x4_t scale = vld1q_f32(panel[g].scales + 4 * half);
             for (int m = 0; m < num; m++) {
                 const float32x4_t products = four_products(pairs[m / 2][2 * half], pairs[m / 2][2 * half + 1], m % 2);
                 out[m][half] = vfmaq_n_f32(out[m][half], vmulq_f32(products, scale), scales[m * groups + g]);
             }
             if (kind == QUIRE_Q4) {
-                const float32x4_t minimum = vld1q_f32(panel->floats + FLOATS * g + 16 + 4 * half);
+                const float32x4_t minimum = vld1q_f32(panel[g].minima + 4 * half);
                 for (int m = 0; m < num; m++) out[m][half] = vfmaq_n_f32(out[m][half], minimum, sums[m * groups + g]);
             }
         }
@@ -78,12 +78,12 @@ static inline __attribute__((always_inline)) void multiply(
         for (int row = 0; row < num_rows; row++) stream(w, kind, x, row, y + (size_t)row * stride, count);
         return;
     }
-    const expanded panel = expand_panel(w, kind, x->num_groups, scratch, 1);
+    const expanded *panel = expand_panel(w, kind, x->num_groups, scratch, 1);
     int row = 0;
-    for (; row + TILE <= num_rows; row += TILE) multiply_tile(&panel, w, kind, x, row, y, stride, count, TILE);
-    if (num_rows - row == 3) multiply_tile(&panel, w, kind, x, row, y, stride, count, 3);
-    else if (num_rows - row == 2) multiply_tile(&panel, w, kind, x, row, y, stride, count, 2);
-    else if (num_rows - row == 1) multiply_tile(&panel, w, kind, x, row, y, stride, count, 1);
+    for (; row + TILE <= num_rows; row += TILE) multiply_tile(panel, w, kind, x, row, y, stride, count, TILE);
+    if (num_rows - row == 3) multiply_tile(panel, w, kind, x, row, y, stride, count, 3);
+    else if (num_rows - row == 2) multiply_tile(panel, w, kind, x, row, y, stride, count, 2);
+    else if (num_rows - row == 1) multiply_tile(panel, w, kind, x, row, y, stride, count, 1);
 }
 
 static void multiply_panel(

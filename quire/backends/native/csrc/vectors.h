@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #endif
 
+#define MAGIC 12582912.0f /* 1.5 * 2^23: a small whole number added to it is in its lowest bits */
+
 #if !defined(QUIRE_PORTABLE) && defined(__aarch64__)
 
 enum { LANES = 4 };
@@ -35,14 +37,23 @@ static inline vec highest(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec lowest(vec a, vec b) { return vminq_f32(a, b); }
 static inline vec size(vec a) { return vabsq_f32(a); }
 static inline vec load_halves(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
-static inline vec power_of_two(vec n) { /* n whole, in [-126, 127] */
-    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+static inline vec raise(vec y, vec shifted) { /* y * 2^n, where n + MAGIC is given */
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(y), vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23)));
 }
-static inline void store_bytes(int8_t *at, vec x) { /* whole numbers in [-127, 127] */
-    int16x4_t narrow = vmovn_s32(vcvtq_s32_f32(x));
-    int8x8_t bytes = vmovn_s16(vcombine_s16(narrow, narrow));
-    vst1_lane_s32((int32_t *)(void *)at, vreinterpret_s32_s8(bytes), 0);
+static inline void round_bytes(int8_t *at, const float *x, float factor) { /* 32 of |x * factor| <= 127, to the nearest */
+    for (int i = 0; i < 32; i += 16) { /* of n + MAGIC the lowest byte is n */
+        int16x8_t words[2];
+        for (int j = 0; j < 2; j++) {
+            const float *from = x + i + 8 * j;
+            vec low = vfmaq_n_f32(vdupq_n_f32(MAGIC), vld1q_f32(from), factor);
+            vec high = vfmaq_n_f32(vdupq_n_f32(MAGIC), vld1q_f32(from + 4), factor);
+            words[j] = vuzp1q_s16(vreinterpretq_s16_f32(low), vreinterpretq_s16_f32(high));
+        }
+        vst1q_s8(at + i, vuzp1q_s8(vreinterpretq_s8_s16(words[0]), vreinterpretq_s8_s16(words[1])));
+    }
 }
+static inline float total(vec x) { return vaddvq_f32(x); } /* always in the same order */
+static inline float peak(vec x) { return vmaxvq_f32(x); }
 
 #elif !defined(QUIRE_PORTABLE) && defined(__AVX2__)
 
@@ -63,14 +74,16 @@ static inline vec size(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a
 static inline vec load_halves(const uint16_t *at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)at));
 }
-static inline vec power_of_two(vec n) {
-    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+static inline vec raise(vec y, vec shifted) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
 }
-static inline void store_bytes(int8_t *at, vec x) {
-    __m256i whole = _mm256_cvtps_epi32(x);
-    __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64((__m128i *)(void *)at, _mm_packs_epi16(narrow, narrow));
+static inline void round_bytes(int8_t *at, const float *x, float factor) {
+    for (int i = 0; i < 32; i += 8) {
+        __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(factor)));
+        __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+        _mm_storel_epi64((__m128i *)(void *)(at + i), _mm_packs_epi16(narrow, narrow));
+    }
 }
 
 #else
@@ -96,9 +109,11 @@ static inline vec highest(vec a, vec b) { EACH(a.at[i] > b.at[i] ? a.at[i] : b.a
 static inline vec lowest(vec a, vec b) { EACH(a.at[i] < b.at[i] ? a.at[i] : b.at[i]); }
 static inline vec size(vec a) { EACH(a.at[i] < 0 ? -a.at[i] : a.at[i]); }
 static inline vec load_halves(const uint16_t *at) { EACH(half_to_float(at[i])); }
-static inline vec power_of_two(vec n) { EACH(bits_to_float((uint32_t)((int32_t)n.at[i] + 127) << 23)); }
-static inline void store_bytes(int8_t *at, vec x) {
-    for (int i = 0; i < LANES; i++) at[i] = (int8_t)x.at[i];
+static inline vec raise(vec y, vec shifted) {
+    EACH(bits_to_float(float_to_bits(y.at[i]) + (float_to_bits(shifted.at[i]) << 23)));
+}
+static inline void round_bytes(int8_t *at, const float *x, float factor) {
+    for (int i = 0; i < 32; i++) at[i] = (int8_t)((x[i] * factor + MAGIC) - MAGIC);
 }
 #undef EACH
 
@@ -108,6 +123,7 @@ static inline void store_bytes(int8_t *at, vec x) {
 #define HAS_HALF_ARITHMETIC 0
 #endif
 
+#if !defined(__aarch64__) || defined(QUIRE_PORTABLE)
 /* Over the lanes, always in the same order. */
 static inline float total(vec x) {
     float lanes[LANES], sum = 0;
@@ -122,26 +138,20 @@ static inline float peak(vec x) {
     for (int i = 1; i < LANES; i++) lanes[0] = lanes[0] > lanes[i] ? lanes[0] : lanes[i];
     return lanes[0];
 }
+#endif
 
-static inline vec round_whole(vec x) { /* of |x| < 2^22, to the nearest */
-    const vec magic = fill(12582912.0f);
-    return sub(add(x, magic), magic);
+/* 2^x for |x| of at most 127, to about 3e-7 of its size. Pairs of terms, so that few wait for another. */
+static inline vec power_of_two(vec x) {
+    const vec shifted = add(x, fill(MAGIC)), r = sub(x, sub(shifted, fill(MAGIC))), square = mul(r, r);
+    const vec low = mul_add(r, fill(0.6931472f), fill(1.0f)), middle = mul_add(r, fill(0.05550357f), fill(0.24022107f));
+    const vec high = mul_add(r, fill(0.00133909f), fill(0.00967603f));
+    return raise(mul_add(mul_add(high, square, middle), square, low), shifted);
 }
 
-/* e^x to about 1e-7 of its size; e^-87 below -87: beside 1 that is nothing. */
+/* e^x; e^-87 below -87: beside 1 that is nothing. */
 static inline vec exponential(vec x) {
     x = lowest(fill(88.0f), highest(fill(-87.0f), x)); /* x last: then what is no number stays so on x86, too */
-    vec n = round_whole(mul(x, fill(1.44269504f)));
-    vec r = mul_add(n, fill(-0.693359375f), x);
-    r = mul_add(n, fill(2.12194440e-4f), r);
-    vec y = fill(1.9875691500e-4f);
-    y = mul_add(y, r, fill(1.3981999507e-3f));
-    y = mul_add(y, r, fill(8.3334519073e-3f));
-    y = mul_add(y, r, fill(4.1665795894e-2f));
-    y = mul_add(y, r, fill(1.6666665459e-1f));
-    y = mul_add(y, r, fill(5.0000001201e-1f));
-    y = add(mul_add(mul(y, r), r, r), fill(1.0f));
-    return mul(y, power_of_two(n));
+    return power_of_two(mul(x, fill(1.44269504f)));
 }
 
 #endif
