@@ -38,46 +38,43 @@ class Batch:
 
 
 def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) -> Batch:
-    """`last_samples` is indexed by slot. Numbers are checked in 64 bits, then handed over in 32."""
-    lengths = np.fromiter((piece.length for piece in slices), np.int64, len(slices))
-    starts = np.fromiter((piece.start for piece in slices), np.int64, len(slices))
-    ends = starts + lengths
-    slots = np.fromiter((piece.slot for piece in slices), np.int64, len(slices))
-    counts = np.fromiter((len(piece.tokens) or 1 for piece in slices), np.int64, len(slices))
-    _refuse(
-        length=(lengths < 1) | (counts != lengths),
-        start=(starts < 0) | (ends > limits.max_context),
-        slot=(slots < 0) | (slots >= len(last_samples)),
-    )
-    first_rows = np.zeros(len(slices) + 1, np.int64)
-    np.cumsum(lengths, out=first_rows[1:])
-    known: list[int] = []
+    """`last_samples` is indexed by slot. Whole numbers of any size are checked, then handed over in 32 bits.
+
+    Lists, because one stream's batches are so small that calls into numpy would take longer than the work.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    first_rows, widths = [0], []
     for piece in slices:
-        known.extend(piece.tokens or (int(last_samples[piece.slot]),))
-    tokens = np.array(known, np.int64)
-    widths = -(-ends // limits.block_size)
-    tables = np.zeros((len(slices), int(widths.max())), np.int64)
-    is_short = np.zeros(len(slices), np.bool_)
-    for row, (piece, width) in enumerate(zip(slices, widths.tolist(), strict=True)):
-        blocks = piece.block_table[:width]
-        is_short[row] = len(blocks) < width
-        tables[row, : len(blocks)] = blocks
-    is_token = (tokens >= 0) & (tokens < limits.vocab_size)
+        _refuse(
+            length=piece.length < 1 or piece.length != (len(piece.tokens) or 1),
+            start=piece.start < 0 or piece.start + piece.length > limits.max_context,
+            slot=not 0 <= piece.slot < len(last_samples),
+        )
+        end = piece.start + piece.length
+        tokens.extend(piece.tokens or (int(last_samples[piece.slot]),))
+        positions.extend(range(piece.start, end))
+        first_rows.append(len(tokens))
+        widths.append(-(-end // limits.block_size))
+    tables = np.zeros((len(slices), max(widths)), np.int64)
+    for row, (piece, width) in enumerate(zip(slices, widths, strict=True)):
+        _refuse(block_table=len(piece.block_table) < width)
+        tables[row, :width] = piece.block_table[:width]
     _refuse(
-        tokens=~is_token,
-        block_table=[is_short.any(), (tables < 0).any(), (tables >= limits.num_blocks).any()],
+        tokens=not 0 <= min(tokens) <= max(tokens) < limits.vocab_size,
+        block_table=not 0 <= tables.min() <= tables.max() < limits.num_blocks,
     )
-    offsets = np.arange(len(tokens)) - np.repeat(first_rows[:-1], lengths)
     return Batch(
-        tokens=tokens.astype(np.int32),
-        positions=(np.repeat(starts, lengths) + offsets).astype(np.int32),
-        first_rows=first_rows.astype(np.int32),
+        tokens=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        first_rows=np.array(first_rows, np.int32),
         tables=tables.astype(np.int32),
         sampled=tuple(index for index, piece in enumerate(slices) if piece.wants_token),
     )
 
 
-def _refuse(**problems: object) -> None:
+def _refuse(**problems: bool | np.bool_) -> None:
     """Nothing the scheduler plans fails here. If it did, C would write where it must not."""
-    if wrong := [name for name, found in problems.items() if np.any(np.asarray(found))]:
+    if any(problems.values()):
+        wrong = [name for name, is_wrong in problems.items() if is_wrong]
         raise InvariantViolation(f"a plan whose {', '.join(wrong)} would lead out of memory")

@@ -136,6 +136,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quire_open": (pointer, [integer]),
         "quire_close": (None, [pointer]),
         "quire_use_threads": (integer, [pointer, integer]),
+        "quire_num_threads": (integer, [pointer]),
         "quire_kernels": (ctypes.c_char_p, []),
         "quire_choose_kernels": (integer, [ctypes.c_char_p]),
         "quire_list_kernels": (ctypes.c_char_p, []),
@@ -175,8 +176,7 @@ class Engine:
 
     def __init__(self, num_threads: int) -> None:
         self.library = load_library()
-        self.num_threads = _checked(num_threads)
-        self._handle: int | None = self.library.quire_open(self.num_threads)
+        self._handle: int | None = self.library.quire_open(_checked(num_threads))
         if not self._handle:
             raise MemoryError("no memory for the threads of the native backend")
 
@@ -186,10 +186,14 @@ class Engine:
             raise InvariantViolation("the native backend is closed")
         return self._handle
 
+    @property
+    def num_threads(self) -> int:
+        """How many were started: a machine may refuse some."""
+        return int(self.library.quire_num_threads(self.handle))
+
     def use_threads(self, num_threads: int) -> None:
         if self.library.quire_use_threads(self.handle, _checked(num_threads)):
             raise MemoryError(f"no memory for {num_threads} threads")
-        self.num_threads = _checked(num_threads)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -16,7 +16,7 @@ from quire.weights.spec import Activation, ModelSpec, RopeSpec
 
 # Of each product's input, how many of 256 groups get a second 8 bits: those of the largest scales, which make most of
 # the error (docs/performance.md has the frontier).
-REFINED = {"fast": Refine(), "balanced": Refine(52, 52, 52, 52, 52), "exact": Refine(256, 256, 256, 256, 256)}
+REFINED = {"fast": Refine(), "balanced": Refine(71, 71, 52, 74, 71), "exact": Refine(256, 256, 256, 256, 256)}
 
 
 class NativeModel:
@@ -45,7 +45,7 @@ class NativeModel:
         self._layers = layers
         self._args = _model_args(spec, packed, layers, max_context)
         self._args.refine = REFINED[precision]
-        # What a bias adds to every key is large in some models, and fp16 sums would lose the keys' differences beside it.
+        # What a bias adds to every key is large in some models: beside it fp16 sums would lose the keys' differences.
         self._args.is_half_attention = precision != "exact" and not any(layer.qkv.bias for layer in layers)
         self._args.num_blocks, self._args.block_size = num_blocks, block_size
         self.pool = zeroed(num_blocks * spec.num_layers * block_bytes(engine, spec, block_size))

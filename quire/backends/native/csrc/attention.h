@@ -11,8 +11,10 @@ typedef struct {
     const void *keys;   /* [D, key stride]: halves, or floats made of them */
     const void *values; /* [block size, head stride] */
     int first, last;    /* keys of the block that the query sees */
+    ptrdiff_t ahead;    /* bytes from here to the next block: asked for while this one is worked on */
 } block_view;
 
+_Static_assert(4 * LANES <= 32, "rows of keys and of scores are padded to 32");
 enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys, or dimensions, and heads that are in registers at a time */
 enum { MIN_EXPANDED = 3 }; /* queries for which a block is made fp32 once, instead of at every use: the same numbers */
 
@@ -130,12 +132,6 @@ static void scale_query(const float *q, int count, float scale, float *out, int 
     for (int i = 0; i < count; i++) out[i] = q[i] * scale;
 }
 
-static void prefetch_block(const attention_shape *shape, int number) {
-    const char *at = (const char *)(shape->layer + (size_t)number * shape->block_halves);
-    const size_t size = 2 * (shape->values_at + (size_t)(shape->block_size * shape->head_stride));
-    for (size_t i = 0; i < size; i += 64) __builtin_prefetch(at + i);
-}
-
 static void expand_block(const attention_shape *shape, block_view *block, float *scratch) {
     const size_t num_keys = shape->values_at, num_values = (size_t)(shape->block_size * shape->head_stride);
     for (size_t i = 0; i < num_keys; i += LANES) store(scratch + i, load_halves((const uint16_t *)block->keys + i));
@@ -162,9 +158,10 @@ static inline __attribute__((always_inline)) void attend_heads(
     const int first_seen = shape->window && rows->position >= shape->window ? rows->position - shape->window + 1 : 0;
     for (int number = first_seen / size; number * size < rows->position + count; number++) {
         const uint16_t *at = shape->layer + (size_t)rows->table[number] * shape->block_halves;
-        block_view block = {at, at + shape->values_at, 0, 0};
+        block_view block = {at, at + shape->values_at, 0, 0, 0};
         const int is_float = !is_half && count >= MIN_EXPANDED;
-        if ((number + 1) * size < rows->position + count) prefetch_block(shape, rows->table[number + 1]);
+        if ((number + 1) * size < rows->position + count)
+            block.ahead = 2 * (rows->table[number + 1] - rows->table[number]) * (ptrdiff_t)shape->block_halves;
         if (is_float) expand_block(shape, &block, expanded);
         for (int i = 0; i < count; i++) {
             const int last_key = rows->position + i + 1;
@@ -176,6 +173,7 @@ static inline __attribute__((always_inline)) void attend_heads(
             if (is_half) take_block(shape, from, &block, scores, &states[i], to, num_heads, IN_HALVES);
             else if (is_float) take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_FLOATS);
             else take_block(shape, from, &block, scores, &states[i], to, num_heads, AS_HALVES);
+            block.ahead = 0;
         }
     }
     for (int i = 0; i < count; i++)

@@ -12,12 +12,13 @@ enum { CHUNK = 32, HALF_LANES = 8, SPAN = 32 }; /* SPAN: keys, or dimensions, th
    shrink, whatever was in it is forgotten. */
 static inline __attribute__((always_inline)) void multiply_halves(
     const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, float *to, int to_stride,
-    const float *shrink, const int num_heads, const int vectors) {
+    const float *shrink, ptrdiff_t ahead, const int num_heads, const int vectors) {
     float16x8_t sums[MAX_HEADS][4];
     for (int h = 0; h < num_heads; h++)
         for (int j = 0; j < vectors; j++) sums[h][j] = vdupq_n_f16(0);
     for (int i = 0; i < count; i++, b += b_stride) {
         float16x8_t row[4];
+        __builtin_prefetch((const char *)b + ahead);
         for (int j = 0; j < vectors; j++) row[j] = vld1q_f16(b + HALF_LANES * j);
         for (int h = 0; h < num_heads; h++)
             for (int j = 0; j < vectors; j++) sums[h][j] = vfmaq_n_f16(sums[h][j], row[j], a[h * a_stride + i]);
@@ -38,7 +39,7 @@ static inline __attribute__((always_inline)) void multiply_halves(
 /* The same for all columns, SPAN at a time, and any count: the first CHUNK shrinks what was there. */
 static inline __attribute__((always_inline)) void multiply_columns(
     const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, int columns, float *to, int to_stride,
-    const float *shrink, const int num_heads) {
+    const float *shrink, ptrdiff_t ahead, const int num_heads) {
     static const float ONES[MAX_HEADS] = {1, 1, 1, 1};
     for (int column = 0; column < columns; column += SPAN) {
         const int left = (columns - column) / HALF_LANES;
@@ -47,12 +48,12 @@ static inline __attribute__((always_inline)) void multiply_columns(
             const float16_t *rows = b + (size_t)i * (size_t)b_stride + column;
             const float *by = i ? ONES : shrink;
             if (left >= 4) {
-                multiply_halves(a + i, a_stride, rows, b_stride, some, to + column, to_stride, by, num_heads, 4);
+                multiply_halves(a + i, a_stride, rows, b_stride, some, to + column, to_stride, by, ahead, num_heads, 4);
                 continue;
             }
             for (int j = 0; j < left; j++)
                 multiply_halves(a + i, a_stride, rows + HALF_LANES * j, b_stride, some, to + column + HALF_LANES * j,
-                                to_stride, by, num_heads, 1);
+                                to_stride, by, ahead, num_heads, 1);
         }
     }
 }
@@ -90,11 +91,11 @@ static inline __attribute__((always_inline)) void take_halves(
     float16_t *weights = (float16_t *)(scores + MAX_HEADS * stride);
     float shrink[MAX_HEADS];
     multiply_columns(q, size, block->keys, shape->key_stride, size, ceil_div(block->last, HALF_LANES) * HALF_LANES,
-                     scores, stride, NULL, num_heads);
+                     scores, stride, NULL, block->ahead, num_heads);
     for (int h = 0; h < num_heads; h++)
         shrink[h] = soften_halves(
             shape, scores + h * stride, block, &state->peaks[h], &state->sums[h], weights + h * stride);
     const float16_t *values = (const float16_t *)block->values + (size_t)first * (size_t)shape->head_stride;
     multiply_columns(weights + first, stride, values, shape->head_stride, block->last - first, shape->head_stride, mix,
-                     shape->head_stride, shrink, num_heads);
+                     shape->head_stride, shrink, block->ahead, num_heads);
 }

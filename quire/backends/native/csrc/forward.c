@@ -22,6 +22,8 @@ typedef struct {
     int num_tiles;
 } pass;
 
+static int largest(int a, int b) { return a > b ? a : b; }
+static int smallest(int a, int b) { return a < b ? a : b; }
 static size_t rounded(size_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
 static int outputs(const quire_linear *linear) {
@@ -51,10 +53,15 @@ static void multiply_unit(void *context, int unit, int thread) {
         const quire_matrix *part = &job->linear->parts[i];
         const int panels = ceil_div(part->rows, PANEL);
         const size_t size = (size_t)panel_bytes(part->kind) * (size_t)job->input->num_groups;
-        for (int at = first > part_first ? first : part_first; at < last && at < part_first + panels; at++) {
-            const int row = (at - part_first) * PANEL, left = part->rows - row;
-            job->run->panel(part->data + (size_t)(at - part_first) * size, part->kind, job->input, scratch,
-                            job->y + column + row, (size_t)job->stride, left < PANEL ? left : PANEL);
+        const int from = largest(first - part_first, 0), to = smallest(last - part_first, panels);
+        if (from < to && job->run->stream && job->input->num_rows <= MAX_STREAMED) {
+            job->run->stream(part->data + (size_t)from * size, part->kind, job->input, job->y + column + from * PANEL,
+                             (size_t)job->stride, smallest(to * PANEL, part->rows) - from * PANEL);
+        } else {
+            for (int at = from; at < to; at++)
+                job->run->panel(part->data + (size_t)at * size, part->kind, job->input, scratch,
+                                job->y + column + at * PANEL, (size_t)job->stride,
+                                smallest(part->rows - at * PANEL, PANEL));
         }
         part_first += panels;
         column += part->rows;
@@ -273,8 +280,6 @@ static void run_layer(pass *step, int index) {
 }
 
 /* The whole */
-
-static int largest(int a, int b) { return a > b ? a : b; }
 
 static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
     if (base) *out = (char *)base + *used;

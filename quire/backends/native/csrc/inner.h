@@ -10,7 +10,6 @@ typedef void (*quire_task)(void *context, int unit, int thread);
 
 /* Runs task(context, unit, thread) for unit in [0, num_units), on all threads; returns when all are done. */
 void quire_run(quire_engine *engine, quire_task task, void *context, int num_units);
-int quire_num_threads(const quire_engine *engine);
 /* Working memory: one for the step, one for each thread. At least so many bytes, 64-byte aligned; NULL: no memory.
    What was in it before is lost when it grows. */
 void *quire_shared_memory(quire_engine *engine, size_t num_bytes);
@@ -50,12 +49,17 @@ typedef struct { /* some rows of one sequence, one after the other */
     size_t q_stride, out_stride;
 } attention_rows;
 
+enum { MAX_STREAMED = 2 }; /* rows */
+
 /* One variant of the hot loops, compiled for some instruction set. */
 typedef struct {
     const char *name;
     int (*is_supported)(void);
     /* 8 rows of a matrix times all rows of the input; y [M, stride], `count` of the 8 columns are written. */
     void (*panel)(const uint8_t *w, int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count);
+    /* The same for one or two rows and as many columns as there are, from panels that lie one after the other. NULL: as
+       any other product. */
+    void (*stream)(const uint8_t *w, int kind, const quire_input *x, float *y, size_t stride, int count);
     void (*quantize)(const float *x, int count, quire_input *out, int row);
     void (*norm)(float *x, const float *y, const float *weight, int count, float eps, float *out);
     void (*gate)(float *gate, const float *up, int count, int activation);
@@ -66,8 +70,8 @@ typedef struct {
 } quire_variant;
 
 /* What every variant file ends with: its own products, and the rest as rows.h and attention.h compile there. */
-#define VARIANT(name, is_supported, panel) \
-    {name, is_supported, panel, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend}
+#define VARIANT(name, is_supported, panel, stream) \
+    {name, is_supported, panel, stream, quantize_row, norm_row, gate_row, rotate_head, add_row, attend_scratch, attend}
 
 /* floats of scratch that a panel may use for each group: bytes, scales, minima and what goes with them, expanded */
 enum { SCRATCH_FLOATS = 64 + 24 };

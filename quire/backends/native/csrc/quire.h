@@ -76,7 +76,8 @@ QUIRE_API int quire_abi(void);
 /* 0: ran; -1: no memory for it, nothing was changed but the blocks of this step */
 QUIRE_API quire_engine *quire_open(int num_threads);
 QUIRE_API void quire_close(quire_engine *engine);
-QUIRE_API int quire_use_threads(quire_engine *engine, int num_threads);
+QUIRE_API int quire_use_threads(quire_engine *engine, int num_threads); /* -1: no memory, all as it was */
+QUIRE_API int quire_num_threads(const quire_engine *engine); /* that were started, the caller's included */
 QUIRE_API const char *quire_kernels(void); /* which variant runs: "neon dotprod" */
 QUIRE_API int quire_choose_kernels(const char *name); /* 0: it does from now on; -1: this machine cannot. For tests */
 QUIRE_API const char *quire_list_kernels(void);       /* all this machine can run, best first, separated by commas */

@@ -110,10 +110,9 @@ static void stop_workers(quire_engine *engine) {
     engine->num_threads = 0;
 }
 
-/* As many as could be started, at least the caller's own. */
-static int start_workers(quire_engine *engine, int num_threads) {
-    engine->workers = calloc((size_t)num_threads, sizeof(worker));
-    if (!engine->workers) return -1;
+/* As many as can be started, at least the caller's own. */
+static void start_workers(quire_engine *engine, worker *workers, int num_threads) {
+    engine->workers = workers;
     engine->own_bytes = 0;
     engine->num_threads = 1;
     atomic_store(&engine->round, 0);
@@ -125,26 +124,30 @@ static int start_workers(quire_engine *engine, int num_threads) {
         if (pthread_create(&one->thread, NULL, serve, one)) break;
         engine->num_threads++;
     }
-    return 0;
 }
 
 quire_engine *quire_open(int num_threads) {
     quire_engine *engine = aligned_alloc(64, (sizeof(quire_engine) + 63) / 64 * 64);
-    if (!engine) return NULL;
+    worker *workers = calloc((size_t)num_threads, sizeof(worker));
+    if (!engine || !workers) {
+        free(engine);
+        free(workers);
+        return NULL;
+    }
     memset(engine, 0, sizeof *engine);
     pthread_mutex_init(&engine->mutex, NULL);
     pthread_cond_init(&engine->wake, NULL);
-    if (start_workers(engine, num_threads)) {
-        free(engine);
-        return NULL;
-    }
+    start_workers(engine, workers, num_threads);
     return engine;
 }
 
 int quire_use_threads(quire_engine *engine, int num_threads) {
     if (num_threads == engine->num_threads) return 0;
+    worker *workers = calloc((size_t)num_threads, sizeof(worker));
+    if (!workers) return -1; /* those that are there go on */
     stop_workers(engine);
-    return start_workers(engine, num_threads);
+    start_workers(engine, workers, num_threads);
+    return 0;
 }
 
 void quire_close(quire_engine *engine) {

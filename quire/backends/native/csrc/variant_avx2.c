@@ -40,4 +40,4 @@ static inline const int8_t *prepare_inputs(const int kind, const int8_t *q, size
 
 static int is_supported(void) { return has_features(bit_FMA | bit_F16C, bit_AVX2, 0, SAVES_AVX); }
 
-const quire_variant quire_variant_avx2 = VARIANT("avx2", is_supported, multiply_panel);
+const quire_variant quire_variant_avx2 = VARIANT("avx2", is_supported, multiply_panel, NULL);

@@ -45,4 +45,4 @@ static int is_supported(void) {
     return has_features(bit_FMA | bit_F16C, extended, bit_AVX512VNNI, SAVES_AVX512);
 }
 
-const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_panel);
+const quire_variant quire_variant_avx512 = VARIANT("avx512 vnni", is_supported, multiply_panel, NULL);

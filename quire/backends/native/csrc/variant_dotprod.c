@@ -24,8 +24,6 @@ enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers 
     "fmla " to_low ".4s, " low ".4s, v14.4s\n fmla " to_high ".4s, " high ".4s, v15.4s\n"
 #define ADD(low, high, scale, to_low, to_high) \
     "fmla %[" to_low "].4s, " low ".4s, %[" scale "].s[0]\n fmla %[" to_high "].4s, " high ".4s, %[" scale "].s[0]\n"
-static const int32_t MAGICS[8] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS,
-                                  MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
 static inline __attribute__((always_inline)) void dot_tile(
     const expanded *w, const int8_t *input, size_t stride, const float scales[TILE], float32x4_t out[2 * TILE]) {
     __asm__ volatile(
@@ -71,14 +69,18 @@ static inline __attribute__((always_inline)) void dot_one(
           "v30", "v31");
 }
 
-/* The refined groups of some rows of the input, after all others. */
+/* The refined groups of some rows of the input, summed up apart from the others. */
 static inline __attribute__((always_inline)) void refine_row(
     const expanded *w, const quire_input *x, int row, float32x4_t out[2]) {
     const int count = x->num_refined;
     const size_t first = (size_t)row * (size_t)count;
+    float32x4_t apart[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
     for (size_t at = first; at < first + (size_t)count; at++)
-        dot_one(w + x->refined[at], x->rest + GROUP * at, x->rest_scales[at], out);
+        dot_one(w + x->refined[at], x->rest + GROUP * at, x->rest_scales[at], apart);
+    for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
 }
+
+static inline void add_to(float *sum, float32x4_t x) { vst1q_f32(sum, vaddq_f32(vld1q_f32(sum), x)); }
 
 static inline __attribute__((always_inline)) void refine_tile(
     const expanded *w, const quire_input *x, int row, float sums[2 * TILE * 4]) {
@@ -87,21 +89,22 @@ static inline __attribute__((always_inline)) void refine_tile(
     const int32_t *refined = x->refined + first;
     const int8_t *rest = x->rest + first * GROUP;
     const float *scales = x->rest_scales + first;
-    float32x4_t a[2], b[2], c[2], d[2]; /* not an array of them: see above */
-    for (int half = 0; half < 2; half++) {
-        a[half] = vld1q_f32(sums + 4 * half), b[half] = vld1q_f32(sums + 8 + 4 * half);
-        c[half] = vld1q_f32(sums + 16 + 4 * half), d[half] = vld1q_f32(sums + 24 + 4 * half);
-    }
+    float32x4_t a[2], b[2], c[2], d[2]; /* not an array of them, which would be kept in memory */
+    a[0] = a[1] = b[0] = b[1] = c[0] = c[1] = d[0] = d[1] = vdupq_n_f32(0);
+    const expanded *wa = w + refined[0], *wb = w + refined[count], *wc = w + refined[2 * count], *wd = w + refined[3 * count];
     for (int r = 0; r < count; r++) {
-        const int s = r + count, t = s + count, u = t + count;
-        dot_one(w + refined[r], rest + GROUP * r, scales[r], a);
-        dot_one(w + refined[s], rest + GROUP * s, scales[s], b);
-        dot_one(w + refined[t], rest + GROUP * t, scales[t], c);
-        dot_one(w + refined[u], rest + GROUP * u, scales[u], d);
+        const int s = r + count, t = s + count, u = t + count, n = r + 1 < count ? r + 1 : r;
+        const expanded *na = w + refined[n], *nb = w + refined[n + count], *nc = w + refined[n + 2 * count];
+        const expanded *nd = w + refined[n + 3 * count];
+        dot_one(wa, rest + GROUP * r, scales[r], a);
+        dot_one(wb, rest + GROUP * s, scales[s], b);
+        dot_one(wc, rest + GROUP * t, scales[t], c);
+        dot_one(wd, rest + GROUP * u, scales[u], d);
+        wa = na, wb = nb, wc = nc, wd = nd;
     }
     for (int half = 0; half < 2; half++) {
-        vst1q_f32(sums + 4 * half, a[half]), vst1q_f32(sums + 8 + 4 * half, b[half]);
-        vst1q_f32(sums + 16 + 4 * half, c[half]), vst1q_f32(sums + 24 + 4 * half, d[half]);
+        add_to(sums + 4 * half, a[half]), add_to(sums + 8 + 4 * half, b[half]);
+        add_to(sums + 16 + 4 * half, c[half]), add_to(sums + 24 + 4 * half, d[half]);
     }
 }
 
@@ -150,10 +153,6 @@ static inline __attribute__((always_inline)) void multiply_row(
 static inline __attribute__((always_inline)) void multiply(
     const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     const int num_rows = x->num_rows;
-    if (num_rows < 3) {
-        for (int row = 0; row < num_rows; row++) stream(w, kind, x, row, y + (size_t)row * stride, count);
-        return;
-    }
     const expanded *panel = expand_panel(w, kind, x->num_groups, scratch, 0);
     __asm__ volatile("" ::: "memory"); /* it is written: the products read it behind the compiler's back */
     int row = 0;
@@ -176,4 +175,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_panel);
+const quire_variant quire_variant_dotprod = VARIANT("neon dotprod", is_supported, multiply_panel, stream_panels);

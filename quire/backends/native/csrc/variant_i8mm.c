@@ -39,7 +39,7 @@ static inline __attribute__((always_inline)) float32x4_t four_products(
     return vsubq_f32(four, vdupq_n_f32(MAGIC));
 }
 
-/* `num` rows of the input from `row` on; an odd one is its own partner. The floats see what `stream` does to them. */
+/* `num` rows of the input from `row` on; an odd one is its own partner. The floats see what `stream_panels` does to them. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const expanded *panel, const uint8_t *w, int kind, const quire_input *x, int row, float *y, size_t stride,
     int count, const int num) {
@@ -74,10 +74,6 @@ static inline __attribute__((always_inline)) void multiply_tile(
 static inline __attribute__((always_inline)) void multiply(
     const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     const int num_rows = x->num_rows;
-    if (num_rows < 3) {
-        for (int row = 0; row < num_rows; row++) stream(w, kind, x, row, y + (size_t)row * stride, count);
-        return;
-    }
     const expanded *panel = expand_panel(w, kind, x->num_groups, scratch, 1);
     int row = 0;
     for (; row + TILE <= num_rows; row += TILE) multiply_tile(panel, w, kind, x, row, y, stride, count, TILE);
@@ -105,4 +101,4 @@ static int is_supported(void) {
 #endif
 }
 
-const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_panel);
+const quire_variant quire_variant_i8mm = VARIANT("neon i8mm", is_supported, multiply_panel, stream_panels);

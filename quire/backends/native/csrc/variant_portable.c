@@ -51,4 +51,4 @@ static void multiply_panel(
 
 static int is_supported(void) { return 1; }
 
-const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_panel);
+const quire_variant quire_variant_portable = VARIANT("portable", is_supported, multiply_panel, NULL);

@@ -96,7 +96,9 @@ int quire_check_variant(const quire_variant *variant) {
         float scratch[CHECK_GROUPS * SCRATCH_FLOATS], computed[CHECK_ROWS * PANEL], right[CHECK_ROWS * PANEL];
         fill_problem(&problem, kind);
         input.num_rows = test < 2 ? CHECK_ROWS : 1;
-        variant->panel(problem.w, kind, &input, scratch, computed, PANEL, PANEL);
+        if (variant->stream && input.num_rows <= MAX_STREAMED)
+            variant->stream(problem.w, kind, &input, computed, PANEL, PANEL);
+        else variant->panel(problem.w, kind, &input, scratch, computed, PANEL, PANEL);
         quire_variant_portable.panel(problem.w, kind, &input, scratch, right, PANEL, PANEL);
         for (int i = 0; i < input.num_rows * PANEL; i++)
             if (computed[i] != right[i]) return 0;
