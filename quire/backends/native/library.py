@@ -179,6 +179,7 @@ class Engine:
         self._handle: int | None = self.library.quire_open(_checked(num_threads))
         if not self._handle:
             raise MemoryError("no memory for the threads of the native backend")
+        self.num_threads = self._count_threads()
 
     @property
     def handle(self) -> int:
@@ -186,19 +187,19 @@ class Engine:
             raise InvariantViolation("the native backend is closed")
         return self._handle
 
-    @property
-    def num_threads(self) -> int:
-        """How many were started: a machine may refuse some."""
-        return int(self.library.quire_num_threads(self.handle))
-
     def use_threads(self, num_threads: int) -> None:
         if self.library.quire_use_threads(self.handle, _checked(num_threads)):
             raise MemoryError(f"no memory for {num_threads} threads")
+        self.num_threads = self._count_threads()
 
     def close(self) -> None:
         if self._handle is not None:
             self.library.quire_close(self._handle)
             self._handle = None
+
+    def _count_threads(self) -> int:
+        """How many were started: a machine may refuse some."""
+        return int(self.library.quire_num_threads(self.handle))
 
 
 def _checked(num_threads: int) -> int:

@@ -91,16 +91,17 @@ static inline __attribute__((always_inline)) void refine_tile(
     const float *scales = x->rest_scales + first;
     float32x4_t a[2], b[2], c[2], d[2]; /* not an array of them, which would be kept in memory */
     a[0] = a[1] = b[0] = b[1] = c[0] = c[1] = d[0] = d[1] = vdupq_n_f32(0);
-    const expanded *wa = w + refined[0], *wb = w + refined[count], *wc = w + refined[2 * count], *wd = w + refined[3 * count];
-    for (int r = 0; r < count; r++) {
-        const int s = r + count, t = s + count, u = t + count, n = r + 1 < count ? r + 1 : r;
-        const expanded *na = w + refined[n], *nb = w + refined[n + count], *nc = w + refined[n + 2 * count];
-        const expanded *nd = w + refined[n + 3 * count];
-        dot_one(wa, rest + GROUP * r, scales[r], a);
-        dot_one(wb, rest + GROUP * s, scales[s], b);
-        dot_one(wc, rest + GROUP * t, scales[t], c);
-        dot_one(wd, rest + GROUP * u, scales[u], d);
-        wa = na, wb = nb, wc = nc, wd = nd;
+    if (count == 0) return;
+    const expanded *at[TILE] = {w + refined[0], w + refined[count], w + refined[2 * count], w + refined[3 * count]};
+    for (int r = 0; r < count; r++) { /* where the next ones are is known early: the way there is long */
+        const int s = r + count, t = s + count, u = t + count, next = r + 1 < count ? r + 1 : r;
+        const expanded *then[TILE] = {w + refined[next], w + refined[next + count], w + refined[next + 2 * count],
+                                      w + refined[next + 3 * count]};
+        dot_one(at[0], rest + GROUP * r, scales[r], a);
+        dot_one(at[1], rest + GROUP * s, scales[s], b);
+        dot_one(at[2], rest + GROUP * t, scales[t], c);
+        dot_one(at[3], rest + GROUP * u, scales[u], d);
+        for (int m = 0; m < TILE; m++) at[m] = then[m];
     }
     for (int half = 0; half < 2; half++) {
         add_to(sums + 4 * half, a[half]), add_to(sums + 8 + 4 * half, b[half]);
