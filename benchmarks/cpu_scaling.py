@@ -64,7 +64,8 @@ def decodes(num_rows: int, context: int) -> Batch:
 
 def best_ms(model: NativeModel, batch: Batch) -> float:
     rows = batch.last_rows
-    took, end_s = [], time.perf_counter() + BUDGET_S
+    took: list[float] = []
+    end_s = time.perf_counter() + BUDGET_S
     while len(took) < 3 or time.perf_counter() < end_s:
         started_s = time.perf_counter()
         model.forward(batch, rows)
