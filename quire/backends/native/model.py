@@ -45,8 +45,7 @@ class NativeModel:
         self._layers = layers
         self._args = _model_args(spec, packed, layers, max_context)
         self._args.refine = REFINED[precision]
-        # What a bias adds to every key is large in some models: beside it fp16 sums would lose the keys' differences.
-        self._args.is_half_attention = precision != "exact" and not any(layer.qkv.bias for layer in layers)
+        self._args.is_half_attention = may_attend_in_halves(spec, precision)
         self._args.num_blocks, self._args.block_size = num_blocks, block_size
         self.pool = zeroed(num_blocks * spec.num_layers * block_bytes(engine, spec, block_size))
         self._args.pool = self.pool.ctypes.data
@@ -121,6 +120,14 @@ def block_bytes(engine: Engine, spec: ModelSpec, block_size: int) -> int:
     """Of one block in one layer."""
     shape = Model(num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, block_size=block_size)
     return int(engine.library.quire_block_bytes(ctypes.byref(shape)))
+
+
+def may_attend_in_halves(spec: ModelSpec, precision: str) -> bool:
+    """Whether attention may multiply in fp16.
+
+    What a bias adds to every key is large in some models: beside it fp16 sums would lose the differences between keys.
+    """
+    return precision != "exact" and not spec.has_qkv_bias
 
 
 def zeroed(num_bytes: int) -> Bytes:

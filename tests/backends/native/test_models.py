@@ -15,8 +15,9 @@ from torch import Tensor
 
 from quire.backends.native.batch import Batch
 from quire.backends.native.library import Engine, Floats
-from quire.backends.native.model import NativeModel
+from quire.backends.native.model import NativeModel, may_attend_in_halves
 from quire.backends.native.packing import pack_model
+from quire.backends.native.runner import NativeRunner
 from quire.weights.config import spec_from_config
 from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint
@@ -31,6 +32,7 @@ from tests.weights.makers import config, write_folder
 # side of a step of fp16. Measured over all families and shapes: 9e-4 at most, 1.8e-4 on average.
 BOUND = 2e-3
 MEAN_BOUND = 4e-4
+HALF_BOUND = 1.5e-2  # attention in fp16: 8e-3 at most with gemma3, 1.4e-3 with the others
 ROUNDED_BOUND = {"balanced": 0.1, "fast": 0.15}
 HEAD = 70  # tokens: two full blocks and a tail
 
@@ -70,6 +72,33 @@ def test_one_request(pair: Pair) -> None:
     rig.reset()
     prompt = random_prompt(1, HEAD)
     check(reference, prompt, rig.answer(prompt, 12))
+
+
+@pytest.fixture
+def in_halves(pair: Pair) -> Iterator[Pair]:
+    """With attention in fp16, where the kernels have that, and all else as exact as it gets."""
+    runner = pair[1].engine.runner
+    assert isinstance(runner, NativeRunner)
+    args = runner.model._args
+    was, args.is_half_attention = args.is_half_attention, 1
+    yield pair
+    args.is_half_attention = was
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 512])
+def test_attention_in_halves(in_halves: Pair, chunk: int) -> None:
+    reference, rig = in_halves
+    rig.reset(max_chunk_tokens=chunk)
+    prompt = random_prompt(11, HEAD)
+    check(reference, prompt, rig.answer(prompt, 12), bound=HALF_BOUND)
+
+
+@pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_when_attention_may_be_in_halves(precision: str, has_bias: bool) -> None:
+    """A bias can make keys so large that their differences are lost in fp16 sums."""
+    spec = replace(spec_from_config(HAND_CONFIG, {}, "m", "F32"), has_qkv_bias=has_bias)
+    assert may_attend_in_halves(spec, precision) == (precision != "exact" and not has_bias)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32])
