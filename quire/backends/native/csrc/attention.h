@@ -205,7 +205,8 @@ static void attend(const attention_shape *shape, const attention_rows *rows, con
         const int left = shape->num_heads - head < MAX_HEADS ? shape->num_heads - head : MAX_HEADS;
         const float *from = q + head * shape->head_size;
         float *to = out + head * shape->head_size;
-        if (shape->is_half && HAS_HALF_ARITHMETIC) attend_some(shape, rows, from, scratch, to, left, HAS_HALF_ARITHMETIC);
+        if (HAS_HALF_ARITHMETIC && shape->is_half)
+            attend_some(shape, rows, from, scratch, to, left, HAS_HALF_ARITHMETIC);
         else attend_some(shape, rows, from, scratch, to, left, 0);
     }
 }

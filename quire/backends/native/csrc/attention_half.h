@@ -78,7 +78,8 @@ static inline float soften_halves(
         vst1q_f16(weights + i, vcvt_high_f16_f32(vcvt_f16_f32(low), next));
         sums = vaddq_f32(sums, vaddq_f32(low, next));
     }
-    const float shrink = high == *peak_so_far ? 1 : vgetq_lane_f32(power_of_two(vmaxq_f32(vdupq_n_f32(*peak_so_far - high), floor)), 0);
+    const float32x4_t fall = vmaxq_f32(vdupq_n_f32(*peak_so_far - high), floor);
+    const float shrink = high == *peak_so_far ? 1 : vgetq_lane_f32(power_of_two(fall), 0);
     *sum = *sum * shrink + vaddvq_f32(sums);
     *peak_so_far = high;
     return shrink;

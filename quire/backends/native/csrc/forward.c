@@ -251,7 +251,8 @@ static void attend_unit(void *context, int unit, int thread) {
     const int kv_heads = model->num_kv_heads, size = model->head_size, group = model->num_heads / kv_heads;
     const int row = step->tiles[unit / kv_heads], kv_head = unit % kv_heads;
     const int left = batch->first_rows[step->sequences[row] + 1] - row;
-    const size_t q_stride = (size_t)((model->num_heads + 2 * kv_heads) * size), out_stride = (size_t)(model->num_heads * size);
+    const size_t q_stride = (size_t)((model->num_heads + 2 * kv_heads) * size);
+    const size_t out_stride = (size_t)(model->num_heads * size);
     const attention_shape shape = shape_of(step, job->layer, job->index, kv_head);
     const attention_rows rows = {
         left < MAX_QUERIES ? left : MAX_QUERIES, batch->positions[row], table_of(step, row), q_stride, out_stride};
@@ -359,8 +360,10 @@ static void make_logits(pass *step, const float *hidden, int num_rows, float *lo
 static const float *gather_rows(const pass *step) {
     const quire_batch *batch = step->batch;
     const size_t hidden = (size_t)step->model->hidden_size;
-    for (int i = 0; i < batch->num_logits; i++)
-        memcpy(step->x + (size_t)i * hidden, step->normed + (size_t)batch->logit_rows[i] * hidden, hidden * sizeof(float));
+    for (int i = 0; i < batch->num_logits; i++) {
+        const float *row = step->normed + (size_t)batch->logit_rows[i] * hidden;
+        memcpy(step->x + (size_t)i * hidden, row, hidden * sizeof(float));
+    }
     return step->x;
 }
 

@@ -21,7 +21,8 @@ typedef struct {
     int32_t num_rows, num_groups, num_refined;
     int8_t *q;         /* [M, G, 32] */
     float *scales;     /* [M, G] */
-    float *sums;       /* [M, G]: of the numbers as rounded, so that what rounding does to a weight's minimum and to its code cancels */
+    float *sums;       /* [M, G]: of the numbers as rounded, so that what rounding does to a weight's minimum and to its
+                          code cancels */
     int8_t *rest;      /* [M, R, 32]: of the refined groups, what rounding left */
     float *rest_scales; /* [M, R] */
     int32_t *refined;  /* [M, R]: which groups, ascending */

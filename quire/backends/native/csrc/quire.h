@@ -83,10 +83,14 @@ QUIRE_API int quire_choose_kernels(const char *name); /* 0: it does from now on;
 QUIRE_API const char *quire_list_kernels(void);       /* all this machine can run, best first, separated by commas */
 QUIRE_API int quire_forward(quire_engine *engine, const quire_model *model, const quire_batch *batch);
 /* logits [rows, V] of hidden states that a forward pass gave */
-QUIRE_API int quire_logits(quire_engine *engine, const quire_model *model, const float *hidden, int num_rows, float *logits);
-QUIRE_API int quire_project(quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y);
-QUIRE_API void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs); /* [n, 2]: source, destination */
-QUIRE_API void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks); /* what is no number: 0 */
+QUIRE_API int quire_logits(
+    quire_engine *engine, const quire_model *model, const float *hidden, int num_rows, float *logits);
+QUIRE_API int quire_project(
+    quire_engine *engine, const quire_linear *linear, const float *x, int num_rows, int refine, float *y);
+/* [n, 2]: source, destination */
+QUIRE_API void quire_copy_blocks(const quire_model *model, const int32_t *pairs, int num_pairs);
+/* What is no number becomes 0. */
+QUIRE_API void quire_purge_blocks(const quire_model *model, const int32_t *blocks, int num_blocks);
 QUIRE_API size_t quire_block_bytes(const quire_model *model); /* of one block in one layer */
 
 /* Packing, from a file's bytes. `out` has quire_packed_bytes(kind, rows, cols). */

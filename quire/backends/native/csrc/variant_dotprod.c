@@ -131,8 +131,10 @@ static inline __attribute__((always_inline)) void multiply_tile(
     float sums_so_far[2 * TILE * 4]; /* by way of memory: a second loop over `out` would keep it there all along */
     for (int i = 0; i < 2 * TILE; i++) vst1q_f32(sums_so_far + 4 * i, out[i]);
     refine_tile(w, x, row, sums_so_far);
-    for (int m = 0; m < TILE; m++)
-        write_outputs(vld1q_f32(sums_so_far + 8 * m), vld1q_f32(sums_so_far + 8 * m + 4), y + (size_t)(row + m) * stride, count);
+    for (int m = 0; m < TILE; m++) {
+        const float *sum = sums_so_far + PANEL * m;
+        write_outputs(vld1q_f32(sum), vld1q_f32(sum + 4), y + (size_t)(row + m) * stride, count);
+    }
 }
 
 /* One row of the input, with the same operations on it as a tile has. */
