@@ -1,5 +1,6 @@
 /* A pool of threads that spins between the parts of a step and sleeps between steps, so that idle costs nothing. */
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -95,7 +96,10 @@ void quire_run(quire_engine *engine, quire_task task, void *context, int num_uni
     atomic_store_explicit(&engine->next_unit, 0, memory_order_relaxed);
     start_round(engine);
     work(engine, 0);
-    while (atomic_load_explicit(&engine->num_busy, memory_order_acquire)) relax();
+    for (int spin = 0; atomic_load_explicit(&engine->num_busy, memory_order_acquire); spin++) {
+        if (spin < SPINS) relax();
+        else sched_yield(); /* whoever we wait for may be waiting for this core */
+    }
 }
 
 static void stop_workers(quire_engine *engine) {
