@@ -15,7 +15,7 @@ from quire.errors import InvariantViolation
 from quire.weights.spec import Activation, ModelSpec, RopeSpec
 
 # Of each product's input, how many of 256 groups get a second 8 bits: those of the largest scales, which make most of
-# the error (docs/performance.md has the frontier).
+# the error (decision 0022 has the frontier).
 REFINED = {"fast": Refine(), "balanced": Refine(71, 71, 52, 74, 71), "exact": Refine(256, 256, 256, 256, 256)}
 
 
