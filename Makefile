@@ -69,8 +69,8 @@ format: $(STAMP)  ## let ruff rewrite the code
 sim: $(STAMP)   ## the proof, in seeded worlds: SEEDS=5000 for that many, 100:200 for those, @77 to replay one
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind of company: PROMPTS=300
-	@$(BIN)/python -m tests.equality --prompts $(PROMPTS)
+equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind of company: PROMPTS=300 BACKEND=torch
+	@$(BIN)/python -m tests.equality --prompts $(PROMPTS) --backend $(BACKEND)
 
 precision: $(STAMP)  ## the native backend's distributions against fp32 of the same weights, at every position of a text
 	@$(BIN)/python -m tests.precision
@@ -84,7 +84,7 @@ sanitize: $(STAMP)  ## the native backend's tests, its C under the address and u
 		--config-settings build-dir=build/sanitize/objects --config-settings cmake.build-type=Debug \
 		--config-settings cmake.define.QUIRE_SANITIZE=ON
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
-	ASAN_OPTIONS=detect_leaks=0 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
 		$(BIN)/python -m pytest --capture=sys tests/$(NATIVE:quire/%=%)
 
 clean:          ## remove what the other targets made

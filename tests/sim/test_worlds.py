@@ -49,7 +49,7 @@ def test_half_a_million_events(capsys: pytest.CaptureFixture[str]) -> None:
     counts: Counter[str] = Counter()
     seeds = range(10**6)
     worlds = 0
-    batch = 200
+    batch = 100
     while counts["events"] < NUM_EVENTS:
         for outcome in run_worlds(seeds[worlds : worlds + batch], jobs=min(2, os.cpu_count() or 1)):
             if isinstance(outcome, Failure):
