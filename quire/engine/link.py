@@ -103,7 +103,17 @@ class Link:
         ids = generation.request_ids
         if self.process.is_over:  # its end may have been told already: nobody would tell this one
             raise LostBeforeStart(f"the process that runs {self._name} has just ended; another takes its place")
-        self.process.send(Add(ids, request.prompt, request.sampling, request.priority, request.salt, request.pins))
+        self.process.send(
+            Add(
+                ids,
+                request.prompt,
+                request.sampling,
+                request.priority,
+                request.salt,
+                request.pins,
+                request.grammar,
+            )
+        )
         self._alive |= {request_id: (generation, index) for index, request_id in enumerate(ids)}
         self._watch()
 

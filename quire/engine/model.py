@@ -89,6 +89,7 @@ class ModelText:
             priority=priority,
             salt=salt,
             pins=tuple(pins),
+            grammar=params.grammar,
         )
 
     def close(self) -> None:

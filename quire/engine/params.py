@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from quire.core.request import Priority, SamplingParams, check_salt, check_tokens
 from quire.errors import InvalidRequest
+from quire.text.grammar import Grammar
 from quire.text.stop_strings import StopStrings
 from quire.weights.spec import GenerationDefaults
 
@@ -50,6 +51,7 @@ class GenerationParams:
     skip_special: bool = True  # leave control tokens out of the text
     logprobs: int | None = None  # alternatives to report at each token of the answer
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # what the answer must look like
 
     def __post_init__(self) -> None:
         for name, empty in (("logit_bias", {}), ("stop", ()), ("stop_token_ids", ())):
@@ -140,6 +142,7 @@ class GenerationRequest:
     priority: Priority = Priority.NORMAL
     salt: str = ""
     pins: tuple[PinPrefix, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """The last door before an engine: what passes here disturbs nobody else's step."""

@@ -16,6 +16,7 @@ from quire.core.request import Priority, SamplingParams
 from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
+from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a forged or garbled length must not allocate the machine
 MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread is gone, or has enough to do
@@ -38,6 +39,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     priority: Priority
     salt: str
     pins: tuple[PinPrefix, ...] = ()
+    grammar: Grammar | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

@@ -14,6 +14,7 @@ from typing import Any
 from quire.errors import InvalidRequest, TemplateError
 from quire.text.rendering import Renderer
 from quire.text.tokenizer import Tokenizer, check_text
+from quire.text.tools import Tool, ToolCall, ToolChoice
 from quire.text.vocab_spec import AddedToken
 
 MAX_MESSAGES = 2048
@@ -41,6 +42,9 @@ class Message:
     role: Role
     parts: tuple[Part, ...]
     name: str | None = None
+    thought: str = ""  # of an assistant, where its thinking was told apart
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str | None = None  # of a tool: the call it answers
 
     @property
     def text(self) -> str:
@@ -55,6 +59,8 @@ class ChatRequest:
     add_generation_prompt: bool = True  # end with the opening of an assistant's answer
     continue_last: bool = False  # instead: leave the last message, an assistant's, open to be continued
     template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
 
     def __post_init__(self) -> None:
         check_messages(self.messages)

@@ -1,0 +1,46 @@
+"""An answer's text taken apart as it grows: thoughts, words, calls of tools."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Thought(NamedTuple):
+    text: str
+
+
+class Words(NamedTuple):
+    text: str
+
+
+class CallStart(NamedTuple):
+    number: int  # of the call in this answer, from 0
+    call_id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    number: int
+    text: str  # the next part of the arguments, which are JSON
+
+
+Piece = Thought | Words | CallStart | CallArguments
+
+
+class AnswerParser(Protocol):
+    """One for each sample. What it gives is final; what may still become a marker is held back."""
+
+    def push(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]:
+        """The answer is over. What cannot be read as a call comes back as words, never as an error."""
+
+
+class PlainAnswer:
+    """Of a model that neither thinks aloud nor was given tools."""
+
+    def push(self, text: str) -> list[Piece]:
+        return [Words(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
