@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
-from quire.backends.base import PRECISIONS, BackendOptions, Progress, Runner
+from quire.backends.base import PRECISIONS, BackendOptions, Capacity, Progress, Runner
 from quire.backends.machine import has_nvidia
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
@@ -40,6 +40,22 @@ LIMITS = {
     "max_waiting": 1 << 24,
 }
 CHOSEN = ("max_seqs", "max_step_tokens", "max_chunk_tokens")  # by the backend, if they are not given
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """All that decides who runs when, and in how much memory: the simulator takes the same."""
+
+    policy: str
+    patience_s: float | None  # None: the policy's own
+    num_blocks: int  # the null block included
+    block_size: int
+    max_seqs: int
+    max_context: int
+    max_step_tokens: int
+    max_chunk_tokens: int
+    max_waiting: int
+    is_caching: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,21 @@ class EngineConfig:
             if type(self.patience_s) not in (int, float):
                 raise InvalidRequest(f"patience_s = {self.patience_s!r} is not a number of seconds")
             Aging(self.patience_s)  # refuses what is out of range
+
+    def scheduling(self, capacity: Capacity) -> Scheduling:
+        """What the scheduler of an engine with that capacity is given."""
+        return Scheduling(
+            policy=self.policy,
+            patience_s=self.patience_s,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_seqs=capacity.max_seqs,
+            max_context=capacity.max_context,
+            max_step_tokens=max(self.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
+            max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
+            max_waiting=self.max_waiting,
+            is_caching=self.is_caching,
+        )
 
     def backend_options(self) -> BackendOptions:
         values = asdict(self)
@@ -156,25 +187,25 @@ def import_backend(config: EngineConfig) -> ModuleType:
 
 
 def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ignore) -> Scheduler:
-    capacity = runner.capacity()
-    policy = POLICIES[config.policy]()
-    if config.patience_s is not None and isinstance(policy, Aging):
-        policy = Aging(config.patience_s)
+    given = config.scheduling(runner.capacity())
+    policy = POLICIES[given.policy]()
+    if given.patience_s is not None and isinstance(policy, Aging):
+        policy = Aging(given.patience_s)
     # A secret root: nobody can prepare tokens whose chain keys collide with another tenant's.
     cache = KVCacheManager(
-        capacity.num_blocks,
-        capacity.block_size,
+        given.num_blocks,
+        given.block_size,
         secret=secrets.token_bytes(16),
-        is_caching=config.is_caching,
+        is_caching=given.is_caching,
         observe=observe,
     )
     return Scheduler(
         cache,
         policy,
-        max_seqs=capacity.max_seqs,
-        max_step_tokens=max(config.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
-        max_chunk_tokens=config.max_chunk_tokens or capacity.max_chunk_tokens,
-        max_context=capacity.max_context,
-        max_waiting=config.max_waiting,
+        max_seqs=given.max_seqs,
+        max_step_tokens=given.max_step_tokens,
+        max_chunk_tokens=given.max_chunk_tokens,
+        max_context=given.max_context,
+        max_waiting=given.max_waiting,
         observe=observe,
     )

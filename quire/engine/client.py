@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.backends.base import Capacity, Progress
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import SamplingParams
-from quire.engine.build import EngineConfig
+from quire.engine.build import EngineConfig, Scheduling
 from quire.engine.generation import Generation
 from quire.engine.link import Hook, Link
 from quire.engine.model import ModelText
@@ -89,6 +89,11 @@ class EngineClient:
     @property
     def capacity(self) -> Capacity | None:
         return None if self.facts is None else self.facts.capacity
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """What the worker that serves schedules by."""
+        return None if self.capacity is None else self._config.scheduling(self.capacity)
 
     @property
     def worker_pid(self) -> int | None:

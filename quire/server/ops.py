@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire import __version__
+from quire.engine.build import Scheduling
 from quire.engine.wire import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import Call
@@ -36,6 +37,7 @@ class Version(msgspec.Struct):
     backend: str | None = None
     device: str | None = None
     dtype: str | None = None
+    scheduling: Scheduling | None = None  # None: no worker serves
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -86,7 +88,8 @@ async def version(call: Call) -> Response:
     if facts is None:
         return call.json(Version(__version__, call.service.model))
     runner = facts.facts
-    return call.json(Version(__version__, call.service.model, runner.backend, runner.device, runner.dtype))
+    scheduling = call.service.client.scheduling
+    return call.json(Version(__version__, call.service.model, runner.backend, runner.device, runner.dtype, scheduling))
 
 
 async def metrics(call: Call) -> Response:
