@@ -25,6 +25,7 @@ from quire.server.auth import KeyRing, presented
 from quire.server.call import Call, CallLimits, Handler, answer
 from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.models import Models
 from quire.server.openai import chat, completions, models
 from quire.server.openai.errors import OPENAI
 from quire.server.openai.types import (
@@ -36,7 +37,6 @@ from quire.server.openai.types import (
     ModelList,
 )
 from quire.server.schema import openapi
-from quire.server.service import Service
 
 
 class Access(Enum):
@@ -181,17 +181,17 @@ def _is_local(name: str) -> bool:
 class Path:
     """All methods of one path, as an ASGI application."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], service: Service, gate: Gate, limits: CallLimits) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], models: Models, gate: Gate, limits: CallLimits) -> None:
         self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
         if "GET" in self._endpoints:
             self._endpoints.setdefault("HEAD", self._endpoints["GET"])
         self._first = endpoints[0]
-        self._service = service
+        self._models = models
         self._gate = gate
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, service=self._service, limits=self._limits)
+        call = Call(scope, receive, send, models=self._models, limits=self._limits)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not what was typed: it is a label
         call.dialect = ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
@@ -220,13 +220,13 @@ async def not_found(call: Call) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; /docs lists what there is")
 
 
-def make_app(service: Service, gate: Gate, limits: CallLimits) -> ASGIApp:
+def make_app(served: Models, gate: Gate, limits: CallLimits) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)
-    routes = [Route(path, Path(rows, service, gate, limits)) for path, rows in paths.items()]
+    routes = [Route(path, Path(rows, served, gate, limits)) for path, rows in paths.items()]
     every = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
-    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], service, gate, limits)
+    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], served, gate, limits)
     app: ASGIApp = Router(routes, redirect_slashes=False, default=nowhere)
     if gate.allowed_origins:
         app = CORSMiddleware(

@@ -29,6 +29,7 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
 from quire.server.limits import Budget
 from quire.server.logs import Once, log_refusal
+from quire.server.models import Models
 from quire.server.service import Service
 from quire.server.stream import EventStream
 from quire.server.work import ClientGone, Work
@@ -58,9 +59,9 @@ class CallLimits:
 
 
 class Call:
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, service: Service, limits: CallLimits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, models: Models, limits: CallLimits) -> None:
         self.request = Request(scope, receive, send)
-        self.service = service
+        self.models = models
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect
@@ -78,6 +79,12 @@ class Call:
         self._gone: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Work] | None = None
         self._work: Work | None = None
+
+    @property
+    def service(self) -> Service:
+        """Of the default model."""
+        assert self.models.default.service is not None
+        return self.models.default.service
 
     @property
     def is_accepted(self) -> bool:
@@ -151,7 +158,7 @@ class Call:
 
     async def open(self, ask: Ask) -> Work:
         """Hand the ask to the service, unless the client leaves first."""
-        self._opening = opening = asyncio.ensure_future(self.service.open(ask, self))
+        self._opening = opening = asyncio.ensure_future(self.models.open(ask, self))
         gone = self._gone
         assert gone is not None, "the body comes first"
         await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ from quire.server.call import CallLimits
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.metrics import Metrics
+from quire.server.models import Model, Models
 from quire.server.service import Service, ServiceLimits
 
 LAST_WORDS_S = 2.0  # for streams that are cut to say so
@@ -105,7 +106,7 @@ class _Main:
         self._service = Service(self._text, self._connect, config.names, limits, metrics)
         client = self._service.client
         call_limits = CallLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
-        app = make_app(self._service, self._gate, call_limits)
+        app = make_app(Models([Model(config.names, self._service)]), self._gate, call_limits)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout_s
         HttpProtocol.slow_reader_s = config.slow_reader_s
