@@ -51,10 +51,16 @@ async def completions(call: Call) -> Response:
         work = await call.open(ask)
     head = head_of(work, "cmpl", "text_completion")
     if ask.is_streaming:
-        encoder = completion_stream(head, ask, echoes, include_usage=includes_usage(body))
+        encoder = completion_stream(
+            head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
+        )
         return await call.stream(work, events(work, encoder))
     outputs = await call.result(work)
-    return call.json(whole_completion(head, outputs, work.usage, cache_view(work), echoes, tokenizer))
+    answer = whole_completion(head, outputs, work.usage, cache_view(work), echoes, tokenizer)
+    if body.return_token_ids:
+        for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
+            choice.token_ids = list(one.token_ids)
+    return call.json(answer)
 
 
 # In
@@ -120,8 +126,9 @@ def echoed(prompt: Prompt, tokenizer: Tokenizer, ask: Ask) -> str:
 class CompletionChoices:
     """The text, then why it ended. With echo, the prompt first."""
 
-    def __init__(self, n: int, echoes: Sequence[str] | None) -> None:
+    def __init__(self, n: int, echoes: Sequence[str] | None, *, has_ids: bool = False) -> None:
         self._n = n
+        self._has_ids = has_ids
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # choice -> characters so far
 
@@ -131,22 +138,23 @@ class CompletionChoices:
         return CompletionChoice(index, echo) if echo else None
 
     def grow(self, index: int, delta: Delta) -> CompletionChoice:
+        ids = list(delta.token_ids) if self._has_ids else UNSET
         if not delta.logprobs:
-            return CompletionChoice(index, delta.text)
+            return CompletionChoice(index, delta.text, token_ids=ids)
         logprobs = _old_logprobs(delta.logprobs, self._offsets[index])
         self._offsets[index] += _num_characters(delta.logprobs)
-        return CompletionChoice(index, delta.text, logprobs)
+        return CompletionChoice(index, delta.text, logprobs, token_ids=ids)
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> CompletionChoice:
         return CompletionChoice(index, "", finish_reason=finish_reason, stop_reason=stop_reason(stop))
 
 
 def completion_stream(
-    head: AnswerHead, ask: Ask, echoes: Sequence[str] | None, *, include_usage: bool
+    head: AnswerHead, ask: Ask, echoes: Sequence[str] | None, *, include_usage: bool, has_ids: bool = False
 ) -> StreamEncoder:
     n = ask.params.n
-    choices = CompletionChoices(n, echoes)
-    return StreamEncoder(head, choices, n=n, num_prompts=len(ask.prompts), include_usage=include_usage)
+    choices = CompletionChoices(n, echoes, has_ids=has_ids)
+    return StreamEncoder(head, choices, n=n, num_prompts=len(ask.prompts), include_usage=include_usage, has_ids=has_ids)
 
 
 def whole_completion(

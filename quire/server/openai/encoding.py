@@ -42,12 +42,22 @@ class StreamEncoder:
     The chunk that ends the last choice waits for last(): it may have to carry what the cache gave.
     """
 
-    def __init__(self, head: AnswerHead, choices: Choices, *, n: int, num_prompts: int, include_usage: bool) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        choices: Choices,
+        *,
+        n: int,
+        num_prompts: int,
+        include_usage: bool,
+        has_ids: bool = False,  # tokens are news, text or not
+    ) -> None:
         self._head = head
         self._choices = choices
         self._n = n
         self._num_open = n * num_prompts
         self._include_usage = include_usage
+        self._has_ids = has_ids
         self._begun: set[int] = set()
         self._held: Struct | None = None
         # All that changes from chunk to chunk is one choice: the rest is encoded once.
@@ -59,7 +69,7 @@ class StreamEncoder:
         events: list[bytes] = []
         for prompt, delta in batch:
             index = prompt * self._n + delta.index
-            has_news = bool(delta.text or delta.logprobs)
+            has_news = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
             if not has_news and delta.finish_reason is None:
                 continue  # part of a character, or what may become a stop string
             if index not in self._begun:

@@ -161,6 +161,7 @@ class CompletionRequest(GenerationBody, kw_only=True):
     logprobs: Alternatives | None = None
     echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
     best_of: Annotated[int | None, Meta(description="Not supported yet, but for 1 and n.")] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Say the answer's token ids too, as vLLM does.")] = None
     suffix: Annotated[Any, refused("suffix")] = None
 
 
@@ -270,6 +271,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # for return_token_ids
 
 
 class Completion(AnswerHead, kw_only=True):
