@@ -1,16 +1,29 @@
 """What an answer must look like: a JSON object, a JSON schema, a regular expression, a grammar. Checked when made.
 
-`Grammar` is a plain value that travels to the worker; the masks are made there.
+`Grammar` is a plain value that travels to the worker; the masks are made there. What only a compiler can find wrong
+(a keyword that cannot be held, a regular expression that does not parse) is found there too, before anything is
+generated.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from quire.errors import InvalidRequest
 
 MAX_SOURCE_CHARS = 64 * 1024
+MAX_DEPTH = 32  # of a schema, braces and brackets
+MAX_CHOICES = 4096
+
+# How JSON is written: one way, as Python does. Free whitespace is where small models lose themselves.
+JSON_STYLE: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/\"-]")
 
 
 class GrammarKind(StrEnum):
@@ -23,7 +36,92 @@ class GrammarKind(StrEnum):
 class Grammar:
     kind: GrammarKind
     source: str
+    is_lenient: bool = False  # of a schema: keywords that cannot be held are ignored, where else they are refused
 
     def __post_init__(self) -> None:
+        if self.kind not in list(GrammarKind):
+            raise InvalidRequest(f"grammar of kind {self.kind!r} is not one of {', '.join(GrammarKind)}")
+        if not isinstance(self.source, str):
+            raise InvalidRequest(f"grammar = {self.source!r:.80} is not text")
         if len(self.source) > MAX_SOURCE_CHARS:
             raise InvalidRequest(f"grammar of {len(self.source)} characters is more than {MAX_SOURCE_CHARS}")
+        try:
+            self.source.encode()
+        except UnicodeEncodeError as error:
+            code = ord(self.source[error.start])
+            raise InvalidRequest(f"grammar has a lone surrogate U+{code:04X} at character {error.start}") from None
+        if self.kind == GrammarKind.JSON_SCHEMA:
+            _check_schema(self.source)
+
+
+def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Grammar:
+    """JSON that matches the schema. Keywords that cannot be held: refused if strict, else ignored."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
+    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(schema), is_lenient=not strict)
+
+
+def json_object_grammar() -> Grammar:
+    """Any JSON object."""
+    return Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+def regex_grammar(pattern: str) -> Grammar:
+    """The whole answer matches, from its first character to its last."""
+    return Grammar(GrammarKind.REGEX, pattern)
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """One of these, word for word."""
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise InvalidRequest(f"grammar: choices = {choices!r:.80} is not a list of one or more strings")
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"grammar: {len(choices)} choices are more than {MAX_CHOICES}")
+    return Grammar(GrammarKind.REGEX, "|".join(_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
+
+
+def lark_grammar(source: str) -> Grammar:
+    return Grammar(GrammarKind.LARK, source)
+
+
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """A schema as a term of a Lark grammar."""
+    return f"%json {_dumps({**schema, 'x-guidance': dict(JSON_STYLE)})}"
+
+
+def lark_text(text: str) -> str:
+    """A text as a term of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _dumps(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"grammar: the schema cannot be written as JSON: {error}") from None
+
+
+def _check_schema(source: str) -> None:
+    try:
+        schema = json.loads(source, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"grammar: the schema is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"grammar: schema = {source:.80} is not a JSON object")
+    if (depth := _depth(schema)) > MAX_DEPTH:
+        raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(value: object) -> int:
+    """Level by level, so that depth costs no stack."""
+    depth, level = 0, [value]
+    while level:
+        children = [child for one in level if isinstance(one, dict) for child in one.values()]
+        children += [child for one in level if isinstance(one, list) for child in one]
+        depth += any(isinstance(one, dict | list) for one in level)
+        level = children
+    return depth
