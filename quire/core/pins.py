@@ -31,7 +31,7 @@ class PinBoard:
         self._pool = pool
         self._observe = observe
         self._pins: dict[str, Pin] = {}
-        self._holders: Counter[int] = Counter()  # block id -> pins that hold it
+        self.holders: Counter[int] = Counter()  # block id -> pins that hold it
         self._earliest_ns = NEVER_NS  # no pin expires before this
         self.max_blocks = pool.num_usable // 2
 
@@ -41,7 +41,7 @@ class PinBoard:
     @property
     def num_blocks(self) -> int:
         """Distinct blocks held."""
-        return len(self._holders)
+        return len(self.holders)
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
@@ -57,11 +57,11 @@ class PinBoard:
         if not blocks:
             return 0
         block_ids = {block.block_id for block in blocks}
-        while self._pins and (len(self._holders.keys() | block_ids) > self.max_blocks or len(self._pins) >= MAX_PINS):
+        while self._pins and (len(self.holders.keys() | block_ids) > self.max_blocks or len(self._pins) >= MAX_PINS):
             self._yield(self._next_to_yield(pin_id, len(blocks)))
         self._pins[pin_id] = Pin(blocks, expires_ns)
         self._earliest_ns = min(self._earliest_ns, expires_ns)
-        self._holders.update(block_ids)
+        self.holders.update(block_ids)
         return len(blocks)
 
     def unpin(self, pin_id: str) -> bool:
@@ -70,9 +70,9 @@ class PinBoard:
         if pin is None:
             return False
         for block in pin.blocks:
-            self._holders[block.block_id] -= 1
-            if not self._holders[block.block_id]:
-                del self._holders[block.block_id]
+            self.holders[block.block_id] -= 1
+            if not self.holders[block.block_id]:
+                del self.holders[block.block_id]
         self._pool.release(pin.blocks)
         return True
 

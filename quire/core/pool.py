@@ -41,6 +41,7 @@ class BlockPool:
         self._num_shared = 0
         self._num_evictions = 0
         self.num_releases = 0  # a count of changes, for those who remember what did not fit
+        self.changed: set[int] | None = None  # ids of blocks since someone last looked; None: nobody does
 
     @property
     def num_usable(self) -> int:
@@ -72,9 +73,10 @@ class BlockPool:
                 self._evict(block)
             block.ref_count = 1
             taken.append(block)
+        self._note(taken)
         return taken
 
-    def share(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def share(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks that have content: one more reference each, out of the free list if they lie there."""
         for block in blocks:
             if block.ref_count == 0:
@@ -84,6 +86,7 @@ class BlockPool:
             elif block.ref_count == 1:
                 self._num_shared += 1
             block.ref_count += 1
+        self._note(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference each. Pass blocks in table order; they are released tail first."""
@@ -101,6 +104,7 @@ class BlockPool:
                 else:
                     self._num_cached += 1
                     self.free.append(block)
+        self._note(blocks)
 
     def fork(self, source: KVCacheBlock) -> KVCacheBlock:
         """A new block to copy `source` into. Holds `source` as well, until the copy is known to be done."""
@@ -127,12 +131,18 @@ class BlockPool:
                 self.free.remove(block)
                 self._evict(block)
                 self.free.prepend(block)
+                self._note((block,))
         return num_before
 
     def clear(self) -> None:
         """Forget all content, of held blocks too; nobody loses a block."""
         self._tree.clear()
         self._num_cached = 0
+        self._note(self.blocks[NULL_BLOCK_ID + 1 :])
+
+    def _note(self, blocks: Iterable[KVCacheBlock]) -> None:
+        if self.changed is not None:
+            self.changed.update([block.block_id for block in blocks])
 
     def _evict(self, block: KVCacheBlock) -> None:
         """Drop the content of a cached block that has just left the free list."""
@@ -155,3 +165,4 @@ class BlockPool:
                 self._num_cached -= 1
                 self.free.remove(block)
                 self.free.prepend(block)
+                self._note((block,))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from quire.backends.base import Capacity, Progress
+from quire.core.block_map import BlocksView
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, Scheduling
@@ -23,18 +25,23 @@ from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.process import HANG_LIMIT_S
 from quire.engine.wire import (
+    Blocks,
+    BlocksViewed,
     CacheAnswer,
     ClearCache,
+    DropBlocks,
     Explain,
     Explained,
+    GetBlocks,
     GetStats,
     PinCache,
     Ready,
     Stats,
     Stepped,
     UnpinCache,
+    ViewBlocks,
 )
-from quire.errors import InvalidRequest, QuireError, WorkerDied
+from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied
 
 MAX_BACKOFF_S = 30.0
 
@@ -187,6 +194,30 @@ class EngineClient:
         answer = await link.ask(GetStats(next(self._ids)))
         assert isinstance(answer, Stats)
         return answer
+
+    async def blocks(self, max_cells: int) -> Blocks | None:
+        """The map of the pool in at most so many cells. The worker keeps one from now on: see `drop_blocks`."""
+        if (link := self._serving_link()) is None:
+            return None
+        answer = await link.ask(GetBlocks(next(self._ids), max_cells))
+        assert isinstance(answer, Blocks)
+        return answer
+
+    async def view_blocks(self, first: int, count: int) -> BlocksView | None:
+        """Who holds these blocks, and how full they are."""
+        if (link := self._serving_link()) is None:
+            return None
+        answer = await link.ask(ViewBlocks(next(self._ids), first, count))
+        assert isinstance(answer, BlocksViewed)
+        if answer.view is None:
+            raise InvalidRequest(answer.error or "no such blocks")
+        return answer.view
+
+    def drop_blocks(self) -> None:
+        """Nobody looks at the map any more."""
+        if (link := self._serving_link()) is not None:
+            with suppress(QueueFull):  # then it is told the next time
+                link.process.send(DropBlocks())
 
     async def clear_cache(self) -> None:
         """Forget all cached content and all pins. Requests under way keep their blocks."""

@@ -18,6 +18,8 @@ from quire.engine.wire import (
     Add,
     Answer,
     Begun,
+    Blocks,
+    BlocksViewed,
     CacheAnswer,
     Cancel,
     Explained,
@@ -178,7 +180,7 @@ class Link:
             case Stats(query_id=query_id) if query_id == PROBE_ID:
                 self._is_probing = False
                 self._watch()
-            case Explained() | Stats() | CacheAnswer():
+            case Explained() | Stats() | Blocks() | BlocksViewed() | CacheAnswer():
                 if (query := self._queries.get(message.query_id)) is not None and not query.done():
                     query.set_result(message)
             case Failed(kind=kind, message=text):

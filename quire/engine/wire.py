@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.backends.base import Capacity, RunnerFacts
+from quire.core.block_map import BlocksView, CellRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import Priority, SamplingParams
@@ -61,6 +62,25 @@ class Explain(msgspec.Struct, tag="explain", frozen=True):
 
 class GetStats(msgspec.Struct, tag="stats", frozen=True):
     query_id: int
+
+
+class GetBlocks(msgspec.Struct, tag="blocks", frozen=True):
+    """The map of the pool, for people to look at. The worker keeps one from now on, until `DropBlocks`."""
+
+    query_id: int
+    max_cells: int
+
+
+class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):
+    """Who holds these blocks?"""
+
+    query_id: int
+    first: int
+    count: int
+
+
+class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
+    """Nobody looks at the map any more."""
 
 
 class ClearCache(msgspec.Struct, tag="clear", frozen=True):
@@ -180,6 +200,32 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_violations: int  # laws of the core found broken by an audit
 
 
+class Running(NamedTuple):
+    """A request on the machine."""
+
+    request_id: int
+    num_computed: int  # tokens whose KV exists
+    num_blocks: int  # that it holds, shared ones included
+
+
+class Blocks(msgspec.Struct, tag="blocks", frozen=True):
+    query_id: int
+    num_blocks: int
+    block_size: int
+    blocks_per_cell: int
+    cells: tuple[CellRun, ...]
+    totals: tuple[int, ...]  # blocks, by `BlockState`
+    max_holders: int  # requests that hold the block held by most
+    num_pending: int  # blocks that the map does not show as they are yet: ask again
+    running: tuple[Running, ...]  # most urgent first, so many at most
+
+
+class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):
+    query_id: int
+    view: BlocksView | None
+    error: str | None = None
+
+
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """The last message of a worker that cannot go on."""
 
@@ -187,9 +233,9 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-Query = Explain | GetStats | ClearCache | PinCache | UnpinCache
-ToWorker = Load | Add | Cancel | Finish | Query
-Answer = Explained | Stats | CacheAnswer
+Query = Explain | GetStats | GetBlocks | ViewBlocks | ClearCache | PinCache | UnpinCache
+ToWorker = Load | Add | Cancel | Finish | DropBlocks | Query
+Answer = Explained | Stats | Blocks | BlocksViewed | CacheAnswer
 FromWorker = Loading | Ready | Begun | Stepped | Working | Refused | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()

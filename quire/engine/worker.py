@@ -15,8 +15,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
+from quire.core.block_map import BlockMap, view_blocks
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
@@ -28,25 +30,31 @@ from quire.engine.engine import Engine, EngineOutput
 from quire.engine.wire import (
     Add,
     Begun,
+    Blocks,
+    BlocksViewed,
     CacheAnswer,
     Cancel,
     ClearCache,
+    DropBlocks,
     Explain,
     Explained,
     Failed,
     Finish,
+    GetBlocks,
     GetStats,
     Load,
     Loading,
     PinCache,
     Ready,
     Refused,
+    Running,
     Started,
     Stats,
     Stepped,
     TierStats,
     ToWorker,
     UnpinCache,
+    ViewBlocks,
     Working,
 )
 from quire.errors import InvariantViolation, QuireError
@@ -55,6 +63,8 @@ AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
 WARM_UP_TOKENS = 8
+MAX_LOOKED_AT = 1000  # blocks for one answer of the map: under half a millisecond
+MAX_RUNNING_TOLD = 256
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +120,7 @@ class Worker:
         self._last_step_s = 0.0
         self._is_audited = True  # nothing has happened since
         self._is_preparing = True  # the runner may have something to make ready while nobody waits
+        self._map: BlockMap | None = None  # while somebody looks at it
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
             Add: self._add,
@@ -117,6 +128,9 @@ class Worker:
             Finish: self._finish,
             Explain: self._explain,
             GetStats: self._stats,
+            GetBlocks: self._blocks,
+            ViewBlocks: self._view_blocks,
+            DropBlocks: self._drop_blocks,
             ClearCache: self._clear_cache,
             PinCache: self._pin,
             UnpinCache: self._unpin,
@@ -260,6 +274,39 @@ class Worker:
                 num_violations=self._num_violations,
             )
         )
+
+    def _blocks(self, message: GetBlocks) -> None:
+        scheduler = self._engine.scheduler
+        found = self._map
+        if found is None or found.max_cells != message.max_cells:
+            found = self._map = BlockMap(scheduler.cache, message.max_cells)
+        found.update(MAX_LOOKED_AT)
+        running = islice(scheduler.running, MAX_RUNNING_TOLD)
+        self._channel.send(
+            Blocks(
+                message.query_id,
+                num_blocks=found.num_blocks,
+                block_size=scheduler.cache.block_size,
+                blocks_per_cell=found.blocks_per_cell,
+                cells=found.runs(),
+                totals=found.totals,
+                max_holders=found.max_holders,
+                num_pending=found.num_pending,
+                running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+            )
+        )
+
+    def _view_blocks(self, message: ViewBlocks) -> None:
+        try:
+            view = view_blocks(self._engine.scheduler, message.first, message.count)
+            self._channel.send(BlocksViewed(message.query_id, view))
+        except QuireError as error:
+            self._channel.send(BlocksViewed(message.query_id, None, str(error)))
+
+    def _drop_blocks(self, _: DropBlocks) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
 
     def _clear_cache(self, message: ClearCache) -> None:
         self._engine.scheduler.cache.clear()

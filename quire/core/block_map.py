@@ -1,0 +1,190 @@
+"""A map of the pool for people to look at: what every block is, neighbours together in cells.
+
+Kept up to date by what changes, a bounded number of blocks a call: the pool of a large GPU has 100,000 of them, and who
+draws the map must not keep whoever computes waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import NamedTuple
+
+from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
+from quire.core.kv_cache import KVCacheManager
+from quire.core.scheduler import Scheduler
+from quire.errors import InvalidRequest
+
+FIRST_BLOCK = NULL_BLOCK_ID + 1
+
+
+class BlockState(IntEnum):
+    """What a block is to whoever looks: exactly one of these."""
+
+    FREE = 0  # contents worthless
+    CACHED = 1  # nobody holds it; findable until it is taken
+    IN_USE = 2  # one request holds it
+    SHARED = 3  # two or more do
+    PINNED = 4  # kept by a pin alone
+
+
+_FREE, _CACHED, _IN_USE, _SHARED, _PINNED = BlockState  # looked up once: a map asks 100,000 times
+
+
+class CellRun(NamedTuple):
+    """So many cells in a row that hold the same. The rest of each is free; the last cell of a map may be smaller."""
+
+    num_cells: int
+    num_cached: int
+    num_in_use: int
+    num_shared: int
+    num_pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksView:
+    """Some neighbours, looked at closely."""
+
+    first: int
+    num_blocks: int
+    states: tuple[int, ...]  # how many blocks, by BlockState
+    num_tokens: int  # in all of them
+    max_holders: int  # requests that hold the one held most
+    num_pins: int
+    requests: tuple[tuple[int, int], ...]  # request id, how many of these blocks it holds
+
+
+def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
+    """`num_pins` of the references are pins."""
+    num_holders = block.ref_count - num_pins
+    if num_holders > 1:
+        return _SHARED
+    if num_holders == 1:
+        return _IN_USE
+    if num_pins:
+        return _PINNED
+    return _FREE if block.parent_key is None else _CACHED
+
+
+class BlockMap:
+    """While there is one, the pool notes which blocks change. `close` ends that."""
+
+    def __init__(self, cache: KVCacheManager, max_cells: int) -> None:
+        if max_cells < 1:
+            raise InvalidRequest(f"{max_cells = } is less than 1")
+        self._cache = cache
+        self.max_cells = max_cells
+        self.num_blocks = cache.pool.num_usable
+        self.blocks_per_cell = -(-self.num_blocks // max_cells)
+        num_cells = -(-self.num_blocks // self.blocks_per_cell)
+        self._states = bytearray(len(cache.pool.blocks))
+        self._holders = [0] * len(cache.pool.blocks)
+        self._counts = [[0] * len(BlockState) for _ in range(num_cells)]
+        self._cells = [(0, 0, 0, 0)] * num_cells  # what `runs` says of each
+        self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
+        self._by_holders: Counter[int] = Counter()
+        self._next = FIRST_BLOCK  # all before it have been looked at
+        cache.pool.changed = set()
+
+    def close(self) -> None:
+        self._cache.pool.changed = None
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that were not looked at yet, or have changed since."""
+        return len(self._cache.pool.blocks) - self._next + len(self._cache.pool.changed or ())
+
+    @property
+    def max_holders(self) -> int:
+        """Requests that hold the block held by most."""
+        return max(self._by_holders, default=0)
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """How many blocks, by BlockState. What has not been looked at counts as free."""
+        return tuple(self._totals)
+
+    def runs(self) -> tuple[CellRun, ...]:
+        return tuple(CellRun(len(list(same)), *cell) for cell, same in groupby(self._cells))
+
+    def update(self, max_blocks: int) -> None:
+        """Look at so many blocks at most: those that changed first."""
+        changed = self._cache.pool.changed
+        assert changed is not None, "another map was made, or this one is closed"
+        if len(changed) <= max_blocks:
+            todo = list(changed)
+            changed.clear()
+        else:
+            todo = [changed.pop() for _ in range(max_blocks)]
+        end = min(self._next + max_blocks - len(todo), len(self._states))
+        todo += range(self._next, end)
+        self._next = end
+        for cell in self._look(todo):
+            _, *counts = self._counts[cell]
+            self._cells[cell] = (counts[0], counts[1], counts[2], counts[3])
+
+    def _look(self, block_ids: list[int]) -> set[int]:
+        """Returns the cells that are not what they were."""
+        blocks, states, holders, totals = self._cache.pool.blocks, self._states, self._holders, self._totals
+        pinned = self._cache.pins.holders
+        dirty: set[int] = set()
+        for block_id in block_ids:
+            block = blocks[block_id]
+            num_pins = pinned.get(block_id, 0)
+            old, new = states[block_id], state_of(block, num_pins)
+            num_holders = block.ref_count - num_pins
+            if num_holders != holders[block_id]:
+                self._move(holders[block_id], num_holders)
+                holders[block_id] = num_holders
+            if old != new:
+                cell = (block_id - FIRST_BLOCK) // self.blocks_per_cell
+                counts = self._counts[cell]
+                counts[old] -= 1
+                counts[new] += 1
+                totals[old] -= 1
+                totals[new] += 1
+                states[block_id] = new
+                dirty.add(cell)
+        return dirty
+
+    def _move(self, old: int, new: int) -> None:
+        by_holders = self._by_holders
+        if old:
+            by_holders[old] -= 1
+            if not by_holders[old]:
+                del by_holders[old]
+        if new:
+            by_holders[new] += 1
+
+
+def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
+    """Who holds these blocks, and how full they are. Reads; the cost is that of looking through all block tables."""
+    cache = scheduler.cache
+    end = first + count
+    if not FIRST_BLOCK <= first < end <= len(cache.pool.blocks):
+        raise InvalidRequest(f"blocks {first} to {end - 1} are not among {FIRST_BLOCK} to {cache.pool.num_usable}")
+    blocks = cache.pool.blocks[first:end]
+    pins = {block.block_id: cache.pins.holders.get(block.block_id, 0) for block in blocks}
+    num_tokens = {block.block_id: block.num_tokens for block in blocks}
+    requests: list[tuple[int, int]] = []
+    for request in scheduler.running:
+        held = num_tokens.keys() & request.block_table
+        for block_id in held:
+            filled = request.num_computed - request.block_table.index(block_id) * cache.block_size
+            num_tokens[block_id] = max(num_tokens[block_id], min(filled, cache.block_size))
+        if held:
+            requests.append((request.request_id, len(held)))
+    states = [0] * len(BlockState)
+    for block in blocks:
+        states[state_of(block, pins[block.block_id])] += 1
+    return BlocksView(
+        first=first,
+        num_blocks=count,
+        states=tuple(states),
+        num_tokens=sum(num_tokens.values()),
+        max_holders=max(block.ref_count - pins[block.block_id] for block in blocks),
+        num_pins=max(pins.values()),
+        requests=tuple(requests),
+    )
