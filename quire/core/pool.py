@@ -138,7 +138,8 @@ class BlockPool:
         """Forget all content, of held blocks too; nobody loses a block."""
         self._tree.clear()
         self._num_cached = 0
-        self._note(self.blocks[NULL_BLOCK_ID + 1 :])
+        if self.changed is not None:
+            self.changed.update(range(NULL_BLOCK_ID + 1, len(self.blocks)))
 
     def _note(self, blocks: Iterable[KVCacheBlock]) -> None:
         if self.changed is not None:

@@ -214,6 +214,13 @@ MUTANTS = (
         "tests/core/test_pool.py",
     ),
     _mutant(
+        "the map misses what lost its content",
+        "core/pool.py",
+        "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n                self._note((block,))\n",
+        "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n",
+        "tests/core/test_block_map.py",
+    ),
+    _mutant(
         "worthless blocks kept longest",
         "core/pool.py",
         "self.free.prepend(block)\n                else:",
