@@ -39,7 +39,8 @@ MAX_NAMED_FIELDS = 16
 MAX_VALUES = 1 << 18  # of a body
 MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
 MIB = 1 << 20
-SPOKEN = ("messages", "prompt", "system")  # what people wrote is not repeated in errors: clients log them
+# What people wrote is not repeated in errors: clients log them.
+SPOKEN = ("messages", "prompt", "system", "input", "instructions")
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -106,9 +106,12 @@ FIELDS = {
     "id": "The name of the pin.",
     "ignore_eos": "Go on after the model's own end.",
     "include_stop_str_in_output": "Keep the stop string in the answer.",
+    "input": "The conversation: a text, or items, oldest first.",
+    "instructions": "Instructions ahead of the conversation.",
     "logit_bias": "Token id to a number from -100 to 100 that is added to its logit.",
     "logprobs": "Return log probabilities.",
     "max_completion_tokens": "The longest answer, in tokens.",
+    "max_output_tokens": "The longest answer, in tokens.",
     "max_tokens": "The longest answer, in tokens.",
     "messages": "The conversation, oldest first.",
     "min_p": "0 to 1: only tokens at least this probable, relative to the most probable one.",
@@ -141,6 +144,7 @@ FIELDS = {
 # What an example body says, for each of these fields it has.
 EXAMPLES: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "Name three colours."}],
+    "input": "Name three colours.",
     "prompt": "Once upon a time",
     "text": "Once upon a time",
     "tokens": [1, 2, 3],
@@ -268,8 +272,8 @@ def _example(schema: Json, examples: Mapping[str, Any]) -> Json:
     if any(name not in examples for name in schema.get("required", ())):
         return {}
     names = [name for name in sorted(properties, key=_rank) if name in examples]
-    if "messages" in names and "prompt" in names:
-        names.remove("prompt")  # two forms of one thing
+    if "messages" in names or "input" in names:
+        names = [name for name in names if name not in ("prompt", "text")]  # other forms of the same, or of others
     return {name: examples[name] for name in names}
 
 

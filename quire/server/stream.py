@@ -68,7 +68,7 @@ class EventStream(Response):
                 error = problem
             self._work.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._dialect.event(self._told(error), self._work.request_id))
+                await self._write(self._dialect.event(told(error, self._work.request_id), self._work.request_id))
             await self._end()
         finally:
             self._timer.cancel()
@@ -96,17 +96,6 @@ class EventStream(Response):
         self._is_writing = False
         self._last_s = self._loop.time()
 
-    def _told(self, error: Exception) -> ApiError:
-        match error:
-            case ApiError():
-                return error
-            case QuireError():
-                return from_quire(error)
-            case _:
-                log.error("%s: a stream failed", self._work.request_id, exc_info=error)
-                text = f"the server failed at this request; its log has more under {self._work.request_id}"
-                return ApiError(Kind.FAILED, text, reason="internal")
-
     def _tick(self) -> None:
         now_s = self._loop.time()
         is_silent = now_s - self._last_s >= self._keep_alive_s
@@ -114,3 +103,16 @@ class EventStream(Response):
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(KEEP_ALIVE))
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
+
+
+def told(error: Exception, request_id: str) -> ApiError:
+    """What a client is told of a failure in mid-stream."""
+    match error:
+        case ApiError():
+            return error
+        case QuireError():
+            return from_quire(error)
+        case _:
+            log.error("%s: a stream failed", request_id, exc_info=error)
+            text = f"the server failed at this request; its log has more under {request_id}"
+            return ApiError(Kind.FAILED, text, reason="internal")

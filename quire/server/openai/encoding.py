@@ -24,7 +24,7 @@ AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completio
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # OpenAI's word for never; JSON has none for minus infinity
-_TIERS = {Priority.HIGH: "priority", Priority.NORMAL: "default", Priority.LOW: "flex"}
+TIERS = {Priority.HIGH: "priority", Priority.NORMAL: "default", Priority.LOW: "flex"}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -122,7 +122,7 @@ def head_of(work: Work, prefix: str, kind: AnswerKind) -> AnswerHead:
         created=work.created,
         model=work.model,
         system_fingerprint=fingerprint(work.model),
-        service_tier=_TIERS[work.priority],
+        service_tier=TIERS[work.priority],
     )
 
 

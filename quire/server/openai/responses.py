@@ -1,0 +1,183 @@
+"""POST /v1/responses: OpenAI's newer protocol around one `Ask` and one `Work`, without its store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from quire.engine.outputs import Delta, TokenLogprob
+from quire.server.errors import ApiError, Kind
+from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
+from quire.server.openai.parsing import in_their_words
+from quire.server.openai.responses_items import AnswerItems
+from quire.server.openai.responses_parsing import names_of, parse_responses
+from quire.server.openai.responses_types import (
+    ErrorCode,
+    Event,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponseUsage,
+)
+from quire.server.openai.types import ChatTokenLogprob, TopLogprob
+from quire.server.stream import told
+from quire.server.work import ClientGone
+from quire.text.answers import PlainAnswer
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.call import Call
+    from quire.server.work import Work
+
+_encode = msgspec.json.Encoder().encode
+_CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
+
+
+async def responses(call: Call) -> Response:
+    body = await call.body(ResponsesRequest)
+    ask = parse_responses(body)
+    with in_their_words(names_of(body)):
+        work = await call.open(ask)
+    reply = Reply(work, body)
+    if ask.is_streaming:
+        return await call.stream(work, reply.events())
+    return call.json(await reply.whole())
+
+
+class Reply:
+    """What is said about one work, as it goes or at its end."""
+
+    def __init__(self, work: Work, body: ResponsesRequest) -> None:
+        self._work = work
+        self._asked = _asked(work, body)
+        self._items = AnswerItems(work.request_id)
+        self._parser = PlainAnswer()
+        self._is_whole = True
+        self._num_thought_tokens = 0
+        self._num_events = 0
+
+    async def whole(self) -> ResponseObject:
+        async with self._work:
+            async for batch in self._work.batches():
+                self._take(batch)
+        return self._finished()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """In the protocol's order. The first waits until the prompt runs: what fails before has a status of its own."""
+        await self._work.wait_start()
+        begun = self._object("in_progress")
+        yield self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
+        try:
+            async for batch in self._work.batches():
+                if news := self._take(batch):
+                    yield self._frames(news)
+        except ClientGone:
+            raise
+        except Exception as error:
+            self._work.close(error)
+            yield self._frames([ResponseFailed(response=self._failed(told(error, self._work.request_id)))])
+            return
+        final = self._finished()
+        yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
+
+    def _take(self, batch: Iterable[tuple[int, Delta]]) -> list[Event]:
+        events: list[Event] = []
+        for _, delta in batch:
+            events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
+            if self._items.is_thinking:  # as near as the text tells: a tag's own tokens may be counted on either side
+                self._num_thought_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
+                events += self._items.take(self._parser.finish())
+                events += self._items.finish(is_whole=self._is_whole)
+        return events
+
+    def _frames(self, events: Sequence[Event]) -> bytes:
+        frames: list[bytes] = []
+        for event in events:
+            event.sequence_number = self._num_events
+            self._num_events += 1
+            name = event.__struct_config__.tag
+            assert isinstance(name, str)
+            frames.append(b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+        return b"".join(frames)
+
+    def _finished(self) -> ResponseObject:
+        cache = cache_view(self._work)
+        return self._object(
+            "completed" if self._is_whole else "incomplete",
+            incomplete_details=None if self._is_whole else IncompleteDetails(),
+            completed_at=int(time.time()) if self._is_whole else None,
+            usage=self._usage(),
+            cache=UNSET if cache is None else cache,
+        )
+
+    def _failed(self, error: ApiError) -> ResponseObject:
+        code = _CODES.get(error.kind, "server_error")
+        return self._object("failed", error=ResponseError(code, error.message), usage=self._usage())
+
+    def _object(self, status: ResponseStatus, **more: Any) -> ResponseObject:
+        return ResponseObject(**self._asked, status=status, output=tuple(self._items.done), **more)
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._work.usage
+        written = max(0, self._work.pinned_tokens - usage.cached_tokens)
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.cached_tokens, written),
+            usage.completion_tokens,
+            OutputTokensDetails(self._num_thought_tokens),
+            usage.total_tokens,
+        )
+
+
+def _asked(work: Work, body: ResponsesRequest) -> dict[str, Any]:
+    """What the answer repeats of the request, with what was filled in."""
+    sampling = work.requests[0].sampling
+    choice, text = body.tool_choice, body.text
+    form = {"type": "text"} if text is None or text.format is None else _plain(text.format)
+    verbosity = None if text is None else text.verbosity
+    return {
+        "id": f"resp_{work.request_id}",
+        "created_at": work.created,
+        "instructions": body.instructions,
+        "max_output_tokens": work.ask.params.max_tokens,
+        "metadata": body.metadata or {},
+        "model": work.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "service_tier": TIERS[work.priority],
+        "temperature": sampling.temperature,
+        "text": {"format": form} | ({} if verbosity is None else {"verbosity": verbosity}),
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else _plain(choice),
+        "tools": [_plain(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "user": body.user if isinstance(body.user, str) else None,
+    }
+
+
+def _plain(value: msgspec.Struct) -> dict[str, Any]:
+    """Without what was not given."""
+    found: dict[str, Any] = msgspec.to_builtins(value)
+    return {name: entry for name, entry in found.items() if entry is not None}
+
+
+def _logprob(entry: TokenLogprob) -> ChatTokenLogprob:
+    tops = [TopLogprob(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top]
+    return ChatTokenLogprob(token_text(entry), finite(entry.logprob), list(entry.data), tops)

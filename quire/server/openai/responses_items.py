@@ -1,0 +1,173 @@
+"""The items of an answer as it grows, and the events that tell of it. Pure: knows pieces, neither engine nor HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.server.openai.responses_types import (
+    ContentPartAdded,
+    ContentPartDone,
+    Event,
+    FunctionCallArgumentsDelta,
+    FunctionCallArgumentsDone,
+    FunctionCallItem,
+    ItemStatus,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputMessage,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+)
+from quire.server.openai.types import ChatTokenLogprob
+from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+
+Logprobs = tuple[ChatTokenLogprob, ...]
+
+
+class _Growing(Protocol):
+    """The item that is being written."""
+
+    def begin(self) -> list[Event]: ...
+    def grow(self, text: str, logprobs: Logprobs) -> Event: ...
+    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
+        """What is said before the item is done, and the item."""
+
+
+class _Message:
+    def __init__(self, answer_id: str, index: int) -> None:
+        self._id, self._index = f"msg_{answer_id}_{index}", index
+        self._texts: list[str] = []
+        self._logprobs: list[ChatTokenLogprob] = []
+
+    def begin(self) -> list[Event]:
+        added = OutputItemAdded(output_index=self._index, item=OutputMessage(id=self._id, status="in_progress"))
+        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=OutputText(""))]
+
+    def grow(self, text: str, logprobs: Logprobs) -> Event:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=logprobs)
+
+    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
+        part = OutputText("".join(self._texts), tuple(self._logprobs))
+        item = OutputMessage(id=self._id, status=status, content=(part,))
+        done = OutputTextDone(item_id=self._id, output_index=self._index, text=part.text, logprobs=part.logprobs)
+        return [done, ContentPartDone(item_id=self._id, output_index=self._index, part=part)], item
+
+
+class _Reasoning:
+    def __init__(self, answer_id: str, index: int) -> None:
+        self._id, self._index = f"rs_{answer_id}_{index}", index
+        self._texts: list[str] = []
+
+    def begin(self) -> list[Event]:
+        added = OutputItemAdded(output_index=self._index, item=ReasoningItem(id=self._id, status="in_progress"))
+        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=ReasoningText(""))]
+
+    def grow(self, text: str, logprobs: Logprobs) -> Event:
+        del logprobs  # the protocol has no place for them here
+        self._texts.append(text)
+        return ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)
+
+    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
+        part = ReasoningText("".join(self._texts))
+        item = ReasoningItem(id=self._id, status=status, content=(part,))
+        done = ReasoningTextDone(item_id=self._id, output_index=self._index, text=part.text)
+        return [done, ContentPartDone(item_id=self._id, output_index=self._index, part=part)], item
+
+
+class _FunctionCall:
+    def __init__(self, answer_id: str, index: int, call: CallStart) -> None:
+        self._id, self._index, self._call = f"fc_{answer_id}_{index}", index, call
+        self._texts: list[str] = []
+
+    def begin(self) -> list[Event]:
+        return [OutputItemAdded(output_index=self._index, item=self._item("in_progress"))]
+
+    def grow(self, text: str, logprobs: Logprobs) -> Event:
+        del logprobs
+        self._texts.append(text)
+        return FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)
+
+    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
+        item = self._item(status)
+        done = FunctionCallArgumentsDone(
+            item_id=self._id, output_index=self._index, name=item.name, arguments=item.arguments
+        )
+        return [done], item
+
+    def _item(self, status: ItemStatus) -> FunctionCallItem:
+        call, arguments = self._call, "".join(self._texts)
+        return FunctionCallItem(id=self._id, status=status, call_id=call.call_id, name=call.name, arguments=arguments)
+
+
+class AnswerItems:
+    """One item is open at a time: the next piece of another kind ends it."""
+
+    def __init__(self, answer_id: str) -> None:
+        self.done: list[OutputItem] = []
+        self._answer_id = answer_id
+        self._open: _Growing | None = None
+        self._held: Logprobs = ()  # of tokens whose text has not come yet
+
+    @property
+    def is_thinking(self) -> bool:
+        return isinstance(self._open, _Reasoning)
+
+    def take(self, pieces: Sequence[Piece], logprobs: Logprobs = ()) -> list[Event]:
+        """`logprobs`: of the tokens these pieces were made of. They are told with the next words."""
+        events: list[Event] = []
+        self._held += logprobs
+        for piece in pieces:
+            match piece:
+                case Words(text):
+                    if not isinstance(self._open, _Message):
+                        events += self._begin(_Message(self._answer_id, self._next_index()))
+                    events.append(self._grow(text))
+                case Thought(text):
+                    if not isinstance(self._open, _Reasoning):
+                        events += self._begin(_Reasoning(self._answer_id, self._next_index()))
+                    events.append(self._grow(text))
+                case CallStart():
+                    events += self._begin(_FunctionCall(self._answer_id, self._next_index(), piece))
+                case CallArguments(_, text):
+                    assert isinstance(self._open, _FunctionCall), "a call's arguments come in one piece of the answer"
+                    events.append(self._grow(text))
+        return events
+
+    def finish(self, *, is_whole: bool) -> list[Event]:
+        """The answer is over. One that said nothing has its one, empty, message all the same."""
+        events: list[Event] = []
+        if self._open is None:
+            events += self._begin(_Message(self._answer_id, 0))
+        if self._held and isinstance(self._open, _Message):  # every token is told of, also one that ended it unseen
+            events.append(self._grow(""))
+        return [*events, *self._end("completed" if is_whole else "incomplete")]
+
+    def _next_index(self) -> int:
+        return len(self.done) + (self._open is not None)
+
+    def _begin(self, item: _Growing) -> list[Event]:
+        events = self._end("completed")
+        self._open = item
+        return [*events, *item.begin()]
+
+    def _grow(self, text: str) -> Event:
+        assert self._open is not None
+        held, self._held = self._held, ()
+        return self._open.grow(text, held)
+
+    def _end(self, status: ItemStatus) -> list[Event]:
+        if self._open is None:
+            return []
+        events, item = self._open.end(status)
+        self._open = None
+        self.done.append(item)
+        return [*events, OutputItemDone(output_index=len(self.done) - 1, item=item)]

@@ -1,0 +1,281 @@
+"""A body of /v1/responses in the engine's terms. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from quire.engine.params import MAX_LOGPROBS
+from quire.errors import InvalidRequest
+from quire.server.ask import Ask, Breakpoint
+from quire.server.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
+from quire.server.openai.responses_types import (
+    LOGPROBS,
+    UNSUPPORTED,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    TextFormat,
+    ToolChoiceBody,
+)
+from quire.server.openai.support import refuse_unsupported, unsupported
+from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
+from quire.text.grammar import Grammar, GrammarKind
+from quire.text.tokenizer import check_text
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+
+_NAMES = NAMES | {
+    "logprobs": "top_logprobs",
+    "prompt": "input",
+    "messages": "input",
+    "stream_options": "stream_options",
+}
+_ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
+_OTHER_PARTS = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+
+
+def parse_responses(body: ResponsesRequest) -> Ask:
+    """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
+    for name, row in UNSUPPORTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in row.harmless:
+            raise unsupported(name, row.say(name))
+    refuse_unsupported(body)
+    with in_their_words(names_of(body)):
+        conversation = _Conversation(cache_ttl_s(body))
+        conversation.add_all(body)
+        tools, choice = parse_tools(body)
+        chat = ChatRequest(
+            conversation.messages(),
+            template_args=body.chat_template_kwargs or {},
+            tools=tools,
+            tool_choice=choice,
+        )
+        max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+        plain = msgspec.structs.replace(body, n=1)
+        params = params_of(plain, max_tokens=max_tokens, logprobs=_logprobs(body))
+        if (grammar := _grammar(body)) is not None:
+            params = replace(params, grammar=grammar)
+        return ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+
+
+def names_of(body: ResponsesRequest) -> dict[str, str]:
+    return _NAMES if body.max_output_tokens is None else _NAMES | {"max_tokens": "max_output_tokens"}
+
+
+def _logprobs(body: ResponsesRequest) -> int | None:
+    count = body.top_logprobs
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs = {count} is not a whole number from 0 to {MAX_LOGPROBS}")
+    return count or 0 if LOGPROBS in (body.include or ()) else None
+
+
+# The conversation
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message that may still grow."""
+
+    role: Role
+    parts: list[Part] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+
+class _Conversation:
+    """Messages out of items: what an assistant thought, said and called in a row is one message of it."""
+
+    def __init__(self, default_ttl_s: float) -> None:
+        self._turns: list[_Turn] = []
+        self._default_ttl_s = default_ttl_s
+        self.breakpoints: list[Breakpoint] = []
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(
+            Message(
+                turn.role,
+                tuple(turn.parts),
+                thought="".join(turn.thoughts),
+                tool_calls=tuple(turn.calls),
+                tool_call_id=turn.call_id,
+            )
+            for turn in self._turns
+        )
+
+    def add_all(self, body: ResponsesRequest) -> None:
+        if body.instructions is not None:
+            self._turns.append(_Turn(Role.SYSTEM, [Part(_checked(body.instructions, "instructions"))]))
+        if isinstance(body.input, str):
+            self._turns.append(_Turn(Role.USER, [Part(_checked(body.input, "input"))]))
+            return
+        if not 1 <= len(body.input) <= MAX_MESSAGES:
+            raise InvalidRequest(f"input has {len(body.input)} entries, not 1 to {MAX_MESSAGES}")
+        for i, item in enumerate(body.input):
+            self._add(item, f"input[{i}]")
+
+    def _add(self, item: InputItem, path: str) -> None:
+        match item.type or "message":
+            case "message":
+                self._add_message(item, path)
+            case "reasoning":
+                turn = self._assistant()
+                turn.thoughts.append(_thought(item, path))
+            case "function_call":
+                turn = self._assistant(is_later=True)
+                name, call_id = _given(item.name, f"{path}.name"), _given(item.call_id, f"{path}.call_id")
+                turn.calls.append(ToolCall(call_id, name, _given(item.arguments, f"{path}.arguments")))
+            case "function_call_output":
+                turn = _Turn(Role.TOOL, call_id=_given(item.call_id, f"{path}.call_id"))
+                self._turns.append(turn)
+                self._fill(turn, item.output, f"{path}.output")
+            case "item_reference":
+                text = f"{path}.type = 'item_reference' is not supported: nothing is stored here: send the item itself"
+                raise unsupported(f"{path}.type", text, is_value=True)
+            case other:
+                text = f"{path}.type = {other!r:.80} is not supported: items are {', '.join(_ITEMS)}"
+                raise unsupported(f"{path}.type", text, is_value=True)
+
+    def _add_message(self, item: InputItem, path: str) -> None:
+        if item.role not in _ROLES:
+            raise InvalidRequest(f"{path}.role = {item.role!r:.80} is not one of {', '.join(_ROLES)}")
+        if item.role == "assistant":
+            turn = self._assistant()
+        else:
+            turn = _Turn(_ROLES[item.role])
+            self._turns.append(turn)
+        self._fill(turn, item.content, f"{path}.content")
+
+    def _assistant(self, *, is_later: bool = False) -> _Turn:
+        """The turn to add to. `is_later`: what is added may follow words and calls of the same turn."""
+        last = self._turns[-1] if self._turns else None
+        if last is None or last.role is not Role.ASSISTANT or ((last.parts or last.calls) and not is_later):
+            last = _Turn(Role.ASSISTANT)
+            self._turns.append(last)
+        return last
+
+    def _fill(self, turn: _Turn, content: str | list[InputPart] | None, path: str) -> None:
+        if isinstance(content, str):
+            turn.parts.append(Part(_checked(content, path)))
+            return
+        if not content and turn.role is not Role.ASSISTANT:
+            raise InvalidRequest(f"{path} is null or has no parts; only an assistant's may")
+        check_parts(content or (), path)
+        for i, part in enumerate(content or ()):
+            turn.parts.append(_part(part, f"{path}[{i}]"))
+            self._mark(part, f"{path}[{i}]", len(turn.parts) - 1)
+
+    def _mark(self, part: InputPart, path: str, number: int) -> None:
+        if (mark := part.prompt_cache_breakpoint) is not None:
+            if mark.mode not in (None, "explicit"):
+                raise InvalidRequest(f"{path}.prompt_cache_breakpoint.mode = {mark.mode!r:.80} is not explicit")
+            kept_s = ttl_s(f"{path}.prompt_cache_breakpoint.ttl", mark.ttl, self._default_ttl_s)
+            self.breakpoints.append(Breakpoint(len(self._turns) - 1, number, kept_s))
+
+
+def _part(part: InputPart, path: str) -> Part:
+    if part.type == "refusal":
+        return Part(_checked(_given(part.refusal, f"{path}.refusal"), f"{path}.refusal"))
+    if part.type in _TEXT_PARTS:
+        return Part(_checked(_given(part.text, f"{path}.text"), f"{path}.text"))
+    shown = f"{path}.type = {part.type!r:.80}"
+    if part.type not in _OTHER_PARTS:
+        raise InvalidRequest(f"{shown} is not one of input_text, output_text, refusal")
+    what = _OTHER_PARTS[part.type]
+    raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read here", is_value=True)
+
+
+def _thought(item: InputItem, path: str) -> str:
+    """The thoughts themselves, or where they were not told, their summary."""
+    name = "content" if item.content else "summary"
+    parts = item.content or item.summary or ()
+    if isinstance(parts, str):
+        return _checked(parts, f"{path}.content")
+    check_parts(parts, f"{path}.{name}")
+    return "".join(_checked(part.text or "", f"{path}.{name}[{i}].text") for i, part in enumerate(parts))
+
+
+def _given(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"{path} is missing")
+    return value
+
+
+def _checked(text: str, path: str) -> str:
+    check_text(text, name=path)
+    return text
+
+
+# Tools and shapes
+
+
+def parse_tools(body: ResponsesRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
+    is_parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if choice is None:
+        return tools, ToolChoice(is_parallel=is_parallel)
+    if isinstance(choice, str):
+        if choice not in list(ToolMode):
+            raise InvalidRequest(f"tool_choice = {choice!r:.80} is not one of {', '.join(ToolMode)}, or an object")
+        return tools, ToolChoice(ToolMode(choice), is_parallel=is_parallel)
+    if choice.type == "function":
+        name = _known(_given(choice.name, "tool_choice.name"), tools, "tool_choice.name")
+        return tools, ToolChoice(ToolMode.REQUIRED, name, is_parallel)
+    if choice.type == "allowed_tools":
+        return _allowed(choice, tools), ToolChoice(_mode(choice), is_parallel=is_parallel)
+    text = f"tool_choice.type = {choice.type!r:.80} is not supported: it is function or allowed_tools"
+    raise unsupported("tool_choice.type", text, is_value=True)
+
+
+def _tool(tool: FunctionTool, path: str) -> Tool:
+    if tool.type != "function":
+        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
+        raise unsupported(f"{path}.type", text, is_value=True)
+    return Tool(
+        _given(tool.name, f"{path}.name"), tool.description or "", tool.parameters or {}, tool.strict is not False
+    )
+
+
+def _allowed(choice: ToolChoiceBody, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Tools that may not be called are not shown either."""
+    names = [
+        _known(_given(one.name, f"tool_choice.tools[{i}].name"), tools, f"tool_choice.tools[{i}].name")
+        for i, one in enumerate(choice.tools or ())
+    ]
+    return tuple(tool for tool in tools if tool.name in names)
+
+
+def _mode(choice: ToolChoiceBody) -> ToolMode:
+    if choice.mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
+        raise InvalidRequest(f"tool_choice.mode = {choice.mode!r:.80} is not one of auto, required")
+    return ToolMode(choice.mode)
+
+
+def _known(name: str, tools: Sequence[Tool], path: str) -> str:
+    if not any(tool.name == name for tool in tools):
+        raise InvalidRequest(f"{path} = {name!r:.80} is not the name of a tool")
+    return name
+
+
+def _grammar(body: ResponsesRequest) -> Grammar | None:
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type not in ("json_object", "json_schema"):
+        raise InvalidRequest(f"text.format.type = {form.type!r:.80} is not one of text, json_object, json_schema")
+    return Grammar(GrammarKind.JSON_SCHEMA, _schema(form))
+
+
+def _schema(form: TextFormat) -> str:
+    if form.type == "json_object":
+        return '{"type":"object"}'
+    if form.schema is None:
+        raise InvalidRequest("text.format.schema is missing")
+    return msgspec.json.encode(form.schema).decode()

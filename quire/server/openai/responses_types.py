@@ -1,0 +1,331 @@
+"""The bodies, answers and events of POST /v1/responses. Nothing is stored: a request brings its whole conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from quire.server.cache_view import CacheView
+from quire.server.openai.support import Unsupported
+from quire.server.openai.types import (
+    Alternatives,
+    ChatTokenLogprob,
+    GenerationBody,
+    PromptCacheBreakpoint,
+    TokenCount,
+)
+from quire.text.chat import MAX_MESSAGES
+
+_STORES = "nothing is stored here: send the whole conversation as input"
+
+# What would change the answer. To build a feature is to remove its row.
+UNSUPPORTED = {
+    "previous_response_id": Unsupported(_STORES),
+    "conversation": Unsupported(_STORES),
+    "prompt": Unsupported("there are no stored prompts: send instructions and input"),
+    "background": Unsupported("an answer is written while its client waits", (False,)),
+    "context_management": Unsupported("a conversation is never shortened", ([],)),
+    "moderation": Unsupported("this server does not moderate"),
+    "n": Unsupported("a response is one answer", (1,)),
+    "response_format": Unsupported("say it in text.format", ({"type": "text"},)),
+}
+ACCEPTED = {
+    "access_programs": "there are none",
+    "image": "there are no images",
+    "max_tool_calls": "it counts the calls a server makes, and this one makes none",
+    "truncation": "a conversation that is too long is refused",
+}
+LOGPROBS = "message.output_text.logprobs"  # of include; the others are of tools and stores that are not here
+
+
+def _refused(field: str) -> Meta:
+    return Meta(description=f"Not supported: {UNSUPPORTED[field].why}.")
+
+
+def _accepted(field: str) -> Meta:
+    return Meta(description=f"Accepted, without effect: {ACCEPTED[field]}.")
+
+
+def _within(**schema: Any) -> Meta:
+    return Meta(extra_json_schema=schema)
+
+
+# Requests
+
+
+class InputPart(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["input_text", "output_text", "refusal", "reasoning_text", "summary_text"])]
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+    annotations: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    logprobs: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+
+
+class InputItem(Struct, kw_only=True):
+    """A message, what a model thought, a call it made or what the call gave. Answers' items are taken as they are."""
+
+    type: Annotated[str, _within(enum=["message", "reasoning", "function_call", "function_call_output"])] | None = None
+    role: Annotated[str, _within(enum=["user", "assistant", "system", "developer"])] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    id: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    status: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    phase: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    encrypted_content: Annotated[Any, Meta(description="Accepted, without effect: nothing here is encrypted.")] = None
+
+
+class FunctionTool(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function"])] = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of the arguments.")] = None
+    strict: Annotated[bool | None, Meta(description="Whether arguments must follow the schema, as by default.")] = None
+
+
+class ToolChoiceBody(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function", "allowed_tools"])]
+    name: str | None = None
+    mode: Annotated[str, _within(enum=["auto", "required"])] | None = None
+    tools: list[FunctionTool] | None = None
+
+
+class TextFormat(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, Meta(description="Accepted, without effect: a hint.")] = None
+
+
+class ResponsesRequest(GenerationBody, kw_only=True):
+    input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None  # goes before max_tokens
+    tools: list[FunctionTool] | None = None
+    tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: Annotated[
+        list[str] | None, Meta(description=f"`{LOGPROBS}` adds log probabilities; others are without effect.")
+    ] = None
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
+    ] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Comes back in the answer.")] = None
+    reasoning: Annotated[
+        dict[str, Any] | None,
+        Meta(description="A hint; give it in chat_template_kwargs where the model's template knows it."),
+    ] = None
+
+    truncation: Annotated[Any, _accepted("truncation")] = None
+    max_tool_calls: Annotated[Any, _accepted("max_tool_calls")] = None
+    access_programs: Annotated[Any, _accepted("access_programs")] = None
+    image: Annotated[Any, _accepted("image")] = None
+    previous_response_id: Annotated[Any, _refused("previous_response_id")] = None
+    conversation: Annotated[Any, _refused("conversation")] = None
+    prompt: Annotated[Any, _refused("prompt")] = None
+    background: Annotated[Any, _refused("background")] = None
+    context_management: Annotated[Any, _refused("context_management")] = None
+    moderation: Annotated[Any, _refused("moderation")] = None
+    n: Annotated[Any, _refused("n")] = None
+    response_format: Annotated[Any, _refused("response_format")] = None
+
+
+# Answers
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ErrorCode = Literal["server_error", "rate_limit_exceeded"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(Struct, frozen=True, tag="output_text"):
+    text: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+    annotations: tuple[()] = ()
+
+
+class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: tuple[OutputText, ...] = ()
+
+
+class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: tuple[()] = ()  # nobody sums it up: the thoughts themselves are there
+    content: tuple[ReasoningText, ...] = ()
+
+
+class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int  # of what prompt_cache_key and breakpoints keep, what was not there yet
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(Struct, frozen=True):
+    code: ErrorCode
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(Struct, frozen=True, kw_only=True):
+    """The answer, with what was asked for it; in events, as far as it has come."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Annotated[int, Meta(description="Unix time in seconds.")]
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: Literal[False] = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: tuple[OutputItem, ...] = ()
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    cache: CacheView | UnsetType = UNSET
+
+
+# Events, in the order in which they come
+
+
+class Event(Struct, kw_only=True):
+    sequence_number: int = 0  # set when it is sent
+
+
+class ResponseEvent(Event, kw_only=True):
+    response: ResponseObject
+
+
+class ResponseCreated(ResponseEvent, tag="response.created"):
+    pass
+
+
+class ResponseInProgress(ResponseEvent, tag="response.in_progress"):
+    pass
+
+
+class ResponseCompleted(ResponseEvent, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(ResponseEvent, tag="response.failed"):
+    pass
+
+
+class OutputItemAdded(Event, kw_only=True, tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(Event, kw_only=True, tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class ItemEvent(Event, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class PartEvent(ItemEvent, kw_only=True):
+    content_index: int = 0
+
+
+class ContentPartAdded(PartEvent, kw_only=True, tag="response.content_part.added"):
+    part: OutputText | ReasoningText
+
+
+class ContentPartDone(PartEvent, kw_only=True, tag="response.content_part.done"):
+    part: OutputText | ReasoningText
+
+
+class OutputTextDelta(PartEvent, kw_only=True, tag="response.output_text.delta"):
+    delta: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+
+
+class OutputTextDone(PartEvent, kw_only=True, tag="response.output_text.done"):
+    text: str
+    logprobs: tuple[ChatTokenLogprob, ...] = ()
+
+
+class ReasoningTextDelta(PartEvent, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(PartEvent, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class FunctionCallArgumentsDelta(ItemEvent, kw_only=True, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class FunctionCallArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
