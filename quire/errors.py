@@ -53,6 +53,14 @@ class DownloadFailed(QuireError):
     """A model could not be fetched. Nothing half-fetched is kept as if it were whole."""
 
 
+class LoadFailed(QuireError):
+    """A model could not be loaded. Another try may go better."""
+
+
+class ModelTooLarge(LoadFailed):
+    """A model that does not fit beside what may not be unloaded. The message has the numbers."""
+
+
 class TemplateError(QuireError):
     """A chat template that is missing, wrong, or did not finish within its limits."""
 
