@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.pull import download_bar
-from quire.cli.remote import DEFAULT_URL, choose_address, find_server
+from quire.cli.remote import DEFAULT_URL, choose_address, chosen_key, find_server
 from quire.cli.speaker import Bill, LocalSpeaker, Piece, Speaker
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
@@ -129,8 +128,7 @@ def open_speaker(
     """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
     address = choose_address(server, is_local=is_local, engine_options=[_option(name) for name in settings])
     if address is not None:
-        keys = [api_key] if api_key else os.environ.get("QUIRE_API_KEY", "").split()  # `quire serve` may have several
-        remote = find_server(address, model, keys[0] if keys else None)
+        remote = find_server(address, model, chosen_key(api_key))
         if remote is not None:
             return remote
     return LocalSpeaker(open_llm(model, settings), model or DEFAULT_MODEL)

@@ -9,9 +9,10 @@ import http.client
 import json
 import os
 import re
+import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,21 @@ def find_server(address: Address, model: str | None, api_key: str | None) -> Rem
     return RemoteSpeaker(server, name, max_context)
 
 
+def reach_server(server: str | None, api_key: str | None) -> Server:
+    """For commands that have nothing to do without one. It is there, and ready."""
+    address = choose_address(server, is_local=False, engine_options=())
+    if address is None:
+        raise InvalidRequest("this needs a server, and QUIRE_SERVER says none: --server URL names one")
+    found = Server(address.url, chosen_key(api_key), PATIENT)
+    found.wait_until_ready()
+    return found
+
+
+def chosen_key(api_key: str | None) -> str | None:
+    keys = [api_key] if api_key else os.environ.get("QUIRE_API_KEY", "").split()  # `quire serve` may have several
+    return keys[0] if keys else None
+
+
 def note(text: str) -> None:
     """For a person at a terminal only."""
     if sys.stderr.isatty():
@@ -180,10 +196,12 @@ class Server:
             return self._document(response)
 
     @contextmanager
-    def open(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """A good answer, to be read. Refusals are raised."""
+    def open(
+        self, method: str, path: str, body: Any = None, on_connect: Callable[[socket.socket], None] = lambda _sock: None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A good answer, to be read. Refusals are raised. Who keeps the socket can end it from another thread."""
         headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
-        with self._ask(method, path, headers, body) as response:
+        with self._ask(method, path, headers, body, on_connect) as response:
             if response.status != 200:
                 raise self._refusal(response)
             yield response
@@ -217,7 +235,12 @@ class Server:
 
     @contextmanager
     def _ask(
-        self, method: str, path: str, headers: dict[str, str], body: Any = None
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: Any = None,
+        on_connect: Callable[[socket.socket], None] = lambda _sock: None,
     ) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._limits.connect_s)
@@ -228,6 +251,7 @@ class Server:
         try:
             with self._failures_named("does not answer", NotThere):
                 connection.connect()
+                on_connect(connection.sock)
                 connection.sock.settimeout(self._limits.read_s if data is None else READ_LIMIT_S)
                 with suppress(BrokenPipeError, ConnectionResetError):  # it may refuse before it has read it all,
                     connection.request(method, self._parts.path + path, data, headers)

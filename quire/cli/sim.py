@@ -164,7 +164,7 @@ def _options_named() -> Iterator[None]:
 
 def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machine: Machine) -> list[SimReport]:
     reports = []
-    with _progress(len(configs) * len(trace)) as show:
+    with progress_bar(len(configs) * len(trace)) as show:
         for number, config in enumerate(configs):
             advance = _advance(show, number * len(trace), f"{config.policy}, {config.num_blocks:,} blocks")
             reports.append(simulate(trace, config, machine.step_time, advance))
@@ -176,7 +176,7 @@ def _advance(show: Callable[[int, str], None], base: int, name: str) -> Callable
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
     """A bar on stderr, so that the result can be piped; nothing where nobody looks."""
     if not sys.stderr.isatty():
         yield lambda _done, _name: None
@@ -186,7 +186,7 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating", total=total)
+        task = bar.add_task("", total=total)
         yield lambda done, name: bar.update(task, completed=done, description=name)
 
 

@@ -71,6 +71,7 @@ class SimConfig:
     max_chunk_tokens: int = 512
     max_waiting: int = 100_000
     is_caching: bool = True
+    max_context: int | None = None  # None: all that the pool can hold
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
         if self.policy not in POLICIES:
@@ -85,6 +86,7 @@ class SimConfig:
             max_seqs=self.max_seqs,
             max_step_tokens=self.max_step_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
+            max_context=self.max_context,
             max_waiting=self.max_waiting,
             observe=observe,
         )

@@ -1,0 +1,41 @@
+"""Prometheus' text format, read back: what a command wants to know of a server's /metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_LINE = re.compile(r'([A-Za-z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? (\S+)')
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def read_exposition(text: str) -> Iterator[Sample]:
+    """Every sample. What is not in the format is passed over."""
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found is None:
+            continue
+        labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2] or "")}
+        try:
+            yield Sample(found[1], labels, float(found[3]))
+        except ValueError:
+            continue
+
+
+def total(samples: list[Sample], name: str, **labels: str) -> float | None:
+    """The sum over all series of that name with these labels; None where there is none."""
+    found = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
+    return sum(found) if found else None
+
+
+def _unescaped(value: str) -> str:
+    return re.sub(r"\\[\\\"n]", lambda found: _ESCAPES[found[0]], value)

@@ -1,0 +1,374 @@
+"""`quire replay`: a recorded trace against a live server, and what the simulator says of the same trace."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire import __version__
+from quire.cli import loading
+from quire.cli.remote import Server, ServerError, note, plain, reach_server
+from quire.core.request import Priority
+from quire.engine.replay import (
+    Ending,
+    Figures,
+    Fit,
+    Probe,
+    Served,
+    fit,
+    measured,
+    measured_part,
+    predicted,
+    predicted_part,
+    prepare,
+    probe_work,
+)
+from quire.engine.simulate import SimConfig, SimReport, StepTime, percentile, simulate
+from quire.engine.trace import TraceRequest, read_trace
+from quire.engine.trace_log import read_log
+from quire.errors import InvalidRequest, QuireError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quire.cli.player import Player
+
+LATE_S = 0.1  # requests sent later than this say something about this machine, not about the server
+PROBE_ROUNDS = 2
+LONG_PROBE = 1024  # tokens
+MAX_PROBLEMS = 3  # that are quoted
+
+
+def replay(
+    trace: Annotated[
+        str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
+    ] = None,
+    from_log: Annotated[
+        str | None, typer.Option(metavar="LOG", help="Instead: the log of a server with --log-format json.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Which of the server's models (its first).")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="2.0 sends everything in half the time.")] = 1.0,
+    max_requests: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the measured one.")] = None,
+    token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the measured.")] = None,
+    context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the measured.")] = None,
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the trace that is played to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and write the trace, and send nothing.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
+) -> None:
+    """Play a recorded trace to a live server and compare what came of it with the simulator's prediction."""
+    _check_outputs(trace, {"--save": save, "--save-trace": save_trace})
+    todo = _trace(trace, from_log, speed, max_requests)
+    if save_trace is not None:
+        save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
+        typer.echo(f"Wrote {save_trace}", err=True)
+    if dry_run:
+        typer.echo(_described(todo))
+        return
+    given = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
+    result = _run(reach_server(server, api_key), model, todo, given)
+    document = _document(trace or from_log or "", speed, result)
+    if save is not None:
+        save.write_text(json.dumps({**document, "served": [asdict(one) for one in result.served]}, indent=2) + "\n")
+        typer.echo(f"Wrote {save}", err=True)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        _print(result)
+
+
+# What was asked for
+
+
+def _check_outputs(trace: str | None, outputs: dict[str, Path | None]) -> None:
+    """Refuse before the run what could not be written after it."""
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+            raise InvalidRequest(f"{option} {path} {problem}")
+        if trace is not None and path.exists() and Path(trace).exists() and path.samefile(trace):
+            raise InvalidRequest(f"{option} {path} is the trace itself")
+
+
+def _trace(path: str | None, log: str | None, speed: float, max_requests: int | None) -> list[TraceRequest]:
+    if (path is None) == (log is None):
+        raise InvalidRequest("a trace is needed, as an argument or with --from-log, and only one of them")
+    if log is not None:
+        recorded = read_log(log)
+        found = recorded.requests
+        typer.echo(
+            f"{log}: {len(found):,} requests, {recorded.num_left_out:,} that were not served left out."
+            " What prompts shared is in no log: in this trace they share nothing",
+            err=True,
+        )
+    else:
+        found = read_trace(path or "")
+    try:
+        return prepare(found, speed=speed, max_requests=max_requests)
+    except InvalidRequest as error:
+        field, rest = str(error).split(" ", 1)
+        raise InvalidRequest(f"--{field.replace('_', '-')} {rest}") from None
+
+
+def _described(trace: Sequence[TraceRequest]) -> str:
+    tiers = Counter(one.priority for one in trace)
+    named = ", ".join(f"{tiers[priority]:,} {priority.name}" for priority in Priority if tiers[priority])
+    num_in, num_out = sum(one.prompt_tokens for one in trace), sum(one.output_tokens for one in trace)
+    span_s = trace[-1].arrival_s
+    return f"{len(trace):,} requests ({named}) over {span_s:,.1f} s: {num_in:,} tokens in, {num_out:,} out"
+
+
+# Running
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    url: str
+    model: str
+    trace: Sequence[TraceRequest]
+    served: list[Served]
+    num_made_up: int  # answers that a later prompt contains, and that came too late to be in it
+    live: Figures
+    report: SimReport
+    fit: Fit
+    simulated: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Since the server began. None: it does not say."""
+
+    num_preemptions: int | None
+    num_steps: int | None
+
+
+def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]) -> Replayed:
+    from quire.cli.player import Player, Texts, find_vocab_size
+
+    model, _ = server.find_model(wanted)
+    texts = Texts(find_vocab_size(server, model))
+    player = Player(server, model, texts, f"replay-{secrets.token_hex(8)}")
+    config = server_config(server, model)
+    found = _step_times(player, config, given)
+    before = _counts(server, model)
+    with _progress(len(trace), "replaying") as show:
+        served = player.play(trace, show)
+    after = _counts(server, model)
+    with _progress(len(trace), "simulating") as show:
+        report = simulate(trace, config, found.step_time, show)
+    return Replayed(
+        url=server.url,
+        model=model,
+        trace=trace,
+        served=served,
+        num_made_up=texts.num_made_up,
+        live=measured(
+            served,
+            num_preemptions=_gained(before.num_preemptions, after.num_preemptions),
+            num_steps=_gained(before.num_steps, after.num_steps),
+        ),
+        report=report,
+        fit=found,
+        simulated=predicted(report, found.overhead_s),
+    )
+
+
+def server_config(server: Server, model: str) -> SimConfig:
+    """What its scheduler works with."""
+    from urllib.parse import quote
+
+    found = server.get(f"/version?model={quote(model)}")
+    try:
+        return SimConfig(**found["scheduling"])
+    except (KeyError, TypeError):
+        raise server.misspoke("no account of its scheduling", found) from None
+
+
+def _step_times(player: Player, config: SimConfig, given: dict[str, float | None]) -> Fit:
+    """Measured, but for what was given."""
+    known = {name: value for name, value in given.items() if value is not None}
+    try:
+        if len(known) == len(given):
+            return Fit(StepTime(**known), 0.0, 0.0)
+        note("measuring how long steps take")
+        found = fit(_probes(player, config))
+        return replace(found, step_time=replace(found.step_time, **known))
+    except InvalidRequest as error:
+        field, rest = str(error).split(" ", 1)
+        if field not in given:
+            raise
+        raise InvalidRequest(f"--{field.replace('_', '-')} {rest}") from None
+
+
+def _probes(player: Player, config: SimConfig) -> list[Probe]:
+    """Short and long prompts, with and without answers, alone and in company: what tells the unknowns apart."""
+    room = min(config.max_context or 1 << 30, (config.num_blocks - 1) * config.block_size)
+    long, answer, company = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_seqs)
+    short = min(8, room // 4)
+    shapes = [(short, 1, 1), (short, answer, 1), (long, 1, 1), (long, answer, 1), (short, answer, company)]
+    probes: list[Probe] = []
+    for number in range(PROBE_ROUNDS + 1):
+        for prompt, outputs, num_requests in shapes if number else shapes[:1]:  # the first one wakes things up
+            name = f"probe {number} {prompt} {outputs} {num_requests}"
+            todo = [
+                TraceRequest(0.0, prompt, outputs, shared=((f"{name} {index}", prompt),))
+                for index in range(num_requests)
+            ]
+            served = player.play(todo)
+            for one in served:
+                if one.ending is not Ending.FINISHED or one.num_outputs != outputs:
+                    raise ServerError(
+                        f"a probe of {outputs} tokens got {one.num_outputs} and {one.ending}: {one.problem}"
+                    )
+            took_s = max(one.end_s for one in served) - min(one.sent_s for one in served)
+            probes.append(Probe(*probe_work(prompt, outputs, num_requests, config), took_s))
+    return probes[1:]
+
+
+def _counts(server: Server, model: str) -> _Counts:
+    from quire.cli.exposition import read_exposition, total
+
+    try:
+        with server.open("GET", "/metrics") as response:
+            text = b"".join(server.chunks(response)).decode("utf-8", "replace")
+    except QuireError:  # a key may be kept from it
+        return _Counts(None, None)
+    samples = list(read_exposition(text))
+    preemptions = total(samples, "quire:num_preemptions_total", model_name=model)
+    steps = total(samples, "quire:iteration_tokens_total_count", model_name=model)
+    return _Counts(None if preemptions is None else int(preemptions), None if steps is None else int(steps))
+
+
+def _gained(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Any]:
+    from quire.cli.sim import progress_bar
+
+    with progress_bar(total) as show:
+        yield lambda done: show(done, what)
+
+
+# What came out
+
+
+def _document(source: str, speed: float, result: Replayed) -> dict[str, Any]:
+    tiers = {
+        tier.name: {
+            "live": asdict(measured_part([one for one in result.served if one.priority is tier])),
+            "simulated": asdict(predicted_part(result.report, result.fit.overhead_s, tier)),
+        }
+        for tier in Priority
+        if any(one.priority is tier for one in result.served)
+    }
+    return {
+        "quire": __version__,
+        "server": result.url,
+        "model": result.model,
+        "trace": {"from": source, "requests": len(result.trace), "span_s": result.trace[-1].arrival_s, "speed": speed},
+        "scheduling": asdict(result.report.config),
+        "step_time": asdict(result.fit.step_time),
+        "overhead_s": result.fit.overhead_s,
+        "fit_worst_error": result.fit.worst,
+        "late_s": {"p95": _late(result.served, 0.95), "max": _late(result.served, 1.0)},
+        "answers_made_up": result.num_made_up,
+        "problems": _problems(result.served),
+        "live": asdict(result.live),
+        "simulated": asdict(result.simulated),
+        "tiers": tiers,
+    }
+
+
+def _late(served: Sequence[Served], share: float) -> float:
+    return max(0.0, percentile([one.late_s for one in served], share) or 0.0)
+
+
+def _problems(served: Sequence[Served]) -> dict[str, int]:
+    return dict(Counter(one.problem for one in served if one.problem).most_common(MAX_PROBLEMS))
+
+
+def _print(result: Replayed) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=100)
+    console.print(f"{_described(result.trace)}\nto {plain(result.model)} on {result.url}\n")
+    console.print(_table(result))
+    for line in _remarks(result):
+        console.print(line)
+
+
+def _table(result: Replayed) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "live", "simulated", "live / simulated"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, live, simulated in _rows(result):
+        ratio = f"{live / simulated:.2f}" if live is not None and simulated else "-"
+        table.add_row(name, _number(live), _number(simulated), ratio)
+    return table
+
+
+def _rows(result: Replayed) -> Iterator[tuple[str, float | None, float | None]]:
+    live, simulated = result.live, result.simulated
+    for ending in Ending:
+        if live.endings[ending] or simulated.endings[ending]:
+            yield f"requests {ending}", live.endings[ending], simulated.endings[ending]
+    for name, mine, theirs in (
+        ("TTFT", live.ttft_s, simulated.ttft_s),
+        ("whole answer", live.e2e_s, simulated.e2e_s),
+    ):
+        for share in ("p50", "p95", "p99"):
+            yield f"{name} {share}, s", getattr(mine, share), getattr(theirs, share)
+    yield "answer tokens / s", live.output_tokens_per_s, simulated.output_tokens_per_s
+    yield "first arrival to last end, s", live.makespan_s, simulated.makespan_s
+    yield "hit rate", live.hit_rate, simulated.hit_rate
+    yield "preemptions", live.num_preemptions, simulated.num_preemptions
+    yield "steps", live.num_steps, simulated.num_steps
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
+
+
+def _remarks(result: Replayed) -> Iterator[str]:
+    """What the figures rest on, and what went otherwise than the trace says."""
+    step, found = result.fit.step_time, result.fit
+    yield (
+        f"\nA step there takes {step.base_ms:.3g} ms + {step.token_us:.3g} us a token + {step.context_us:.3g} us a"
+        f" token of context, and a request {found.overhead_s * 1000:.3g} ms outside the engine"
+        f" (fitted within {found.worst:.0%})."
+    )
+    late_s = _late(result.served, 0.95)
+    if late_s > LATE_S:
+        yield f"This machine sent requests late, 5 % by more than {late_s:.2f} s: the server had it easier than it was."
+    if result.num_made_up:
+        yield (
+            f"{result.num_made_up:,} answers were not there when a later prompt needed them: it had made-up text in"
+            " their place, and found less in the cache than the simulator thinks."
+        )
+    for problem, count in _problems(result.served).items():
+        yield f"{count:,} times: {problem}"
