@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "models": "List the models on this machine and the ones that can be fetched.",
     "doctor": "Say what this machine has, what runs on it and how to get the rest.",
     "sim": "Run the real scheduler on a trace.",
+    "top": "Show what a server does, live.",
     "replay": "Play a trace to a server, beside what the simulator says.",
 }
 _SETTINGS: dict[str, Any] = {

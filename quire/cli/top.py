@@ -1,0 +1,121 @@
+"""`quire top`: what a server does, in the terminal. The same facts as its page, from the same /v1/watch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import loading
+from quire.cli.remote import PATIENT, Server, ServerError, choose_address, chosen_key, read_events
+from quire.errors import InvalidRequest, QuireError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+RETRY_S = 1.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
+
+Snapshot = dict[
+    str, Any
+]  # as `WatchSnapshot` in quire/server/watch_view.py has it; believed only as far as it is drawn
+
+
+def top(
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks.")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one a line.")] = False,
+) -> None:
+    """Show what a server does: models and memory, blocks, queue, requests, speed. Ctrl-C ends it."""
+    if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
+        raise InvalidRequest(f"--interval {interval:g} is not from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+    address = choose_address(server, is_local=False, engine_options=())
+    if address is None:
+        raise InvalidRequest("this needs a server, and QUIRE_SERVER says none: --server URL names one")
+    if not (once or as_json or sys.stdout.isatty()):
+        raise InvalidRequest("this is no terminal to draw on: --once prints one frame, --json snapshots for a program")
+    source = Server(address.url, chosen_key(api_key), PATIENT)
+    if once:
+        _print_once(source, as_json=as_json)
+        return
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        if as_json:
+            for snapshot in snapshots(source, interval):
+                typer.echo(json.dumps(snapshot))
+        else:
+            _draw_live(source, interval)
+
+
+# What the server says
+
+
+def look(server: Server) -> Snapshot:
+    """One snapshot."""
+    return _checked(server, server.get("/v1/watch?once=true"))
+
+
+def snapshots(server: Server, interval_s: float) -> Iterator[Snapshot]:
+    """As they come, until the server goes away: then it raises what became of it."""
+    with server.open("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as response:
+        for data in read_events(server.chunks(response)):
+            yield _checked(server, server.parse(data))
+    raise ServerError(f"{server.url} ended the stream")
+
+
+def _checked(server: Server, found: Any) -> Snapshot:
+    if not isinstance(found, dict) or not isinstance(found.get("models"), list):
+        raise server.misspoke("a snapshot that is none", found)
+    return found
+
+
+# On the screen
+
+
+def _print_once(server: Server, *, as_json: bool) -> None:
+    snapshot = look(server)
+    if as_json:
+        typer.echo(json.dumps(snapshot))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_frame(server, snapshot, console, None))
+
+
+def _draw_live(server: Server, interval_s: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    last: Snapshot | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                for snapshot in snapshots(server, interval_s):
+                    last = snapshot
+                    live.update(_frame(server, snapshot, console, console.height), refresh=True)
+            except QuireError as error:
+                if last is None or isinstance(error, InvalidRequest):
+                    raise  # it never was there, or will not have us
+                away = f"away: {error}. Trying again"
+                live.update(_frame(server, last, console, console.height, away), refresh=True)
+            time.sleep(RETRY_S)
+
+
+def _frame(server: Server, snapshot: Snapshot, console: Console, height: int | None, away: str = "") -> Text:
+    """What cannot be drawn is the server's fault, and said so."""
+    from quire.cli.top_view import Screen, draw
+
+    screen = Screen(console.width, height, is_ascii=console.options.ascii_only)
+    try:
+        return draw(snapshot, server.url, screen, away)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise server.misspoke("a snapshot that is none", snapshot) from None

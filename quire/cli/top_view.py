@@ -1,0 +1,194 @@
+"""One frame of `quire top`: a snapshot of /v1/watch as lines of text. Fits 80 columns, and says all without colour."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
+from quire.cli.remote import plain
+
+# State of blocks -> its mark in the bar, one for terminals that know ASCII only, and its colour where there are any.
+MARKS = {
+    "pinned": ("■", "P", "magenta"),
+    "shared": ("█", "#", "yellow"),
+    "in_use": ("▓", "=", "green"),
+    "cached": ("░", "-", "blue"),
+    "free": ("·", ".", "bright_black"),
+}
+MIN_WIDTH = 60
+MAX_BAR = 100
+INDENT = "  "
+COLUMNS = (  # of requests: title, field, width
+    ("tier", "tier", 7),
+    ("age s", "age_s", 6),
+    ("prompt", "prompt_tokens", 7),
+    ("cached", "cached_tokens", 7),
+    ("out", "completion_tokens", 6),
+    ("tok/s", "tokens_per_s", 6),
+    ("blocks", "num_blocks", 7),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    width: int
+    height: int | None = None  # None: as many lines as it takes
+    is_ascii: bool = False
+
+
+def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> Text:
+    """`away`: the server is gone, and this is the last that it said."""
+    width, height = max(screen.width, MIN_WIDTH), screen.height
+    models = snapshot["models"]
+    lines = [_head(snapshot, url, width)]
+    if away:
+        lines.append(Text(plain(away), "bold red"))
+    bodies = [_model(model, width, 1 if screen.is_ascii else 0) for model in models]
+    rows = [_requests(model, width) for model in models]
+    if height is not None:
+        room = height - 1 - len(lines) - sum(len(body) + 1 for body in bodies)
+        rows = [_cut(part, max(0, room // max(1, sum(map(bool, rows))))) for part in rows]
+    for body, part in zip(bodies, rows, strict=True):
+        lines += [Text(), *body, *part]
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return Text("\n").join(lines[: height - 1] if height is not None else lines)
+
+
+def _head(snapshot: dict[str, Any], url: str, width: int) -> Text:
+    left = f"quire {plain(str(snapshot['version']))} at {url}"
+    right = time.strftime("%H:%M:%S", time.localtime(float(snapshot["at"])))
+    if snapshot["is_draining"]:
+        right = f"draining  {right}"
+    return Text(f"{left}{right:>{max(1, width - len(left))}}", "bold")
+
+
+def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
+    head = Text.assemble((plain(model["name"]), "bold"), f"  {_state(model)}")
+    engine = model["engine"]
+    if engine is None:
+        return [head]
+    head.append(f"  {plain(engine['backend'])}, {plain(engine['device'])}, {plain(engine['dtype'])}", "bright_black")
+    ttft = "-"
+    if engine["num_ttft"]:
+        ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}"
+    return [
+        head,
+        _line(
+            f"memory    weights {_size(engine['weight_bytes'])}, KV {_size(engine['kv_bytes'])}{_pool(engine['blocks'])}"
+        ),
+        *_blocks(engine["blocks"], width, kind),
+        _line(
+            f"speed     {engine['prefill_tokens_per_s']:,.0f} prompt tok/s, {engine['decode_tokens_per_s']:,.0f} answer"
+            f" tok/s; TTFT p50 / p95 {ttft} s"
+        ),
+        _line(
+            f"cache     {engine['hit_rate']:.1%} hits, {engine['num_evictions']:,} evicted,"
+            f" {engine['num_preemptions']:,} preempted, {engine['num_pins']:,} pins"
+        ),
+        _line(f"queue     {engine['num_running']:,} running; waiting {', '.join(map(_tier, engine['tiers']))}"),
+        *_troubles(engine),
+    ]
+
+
+def _state(model: dict[str, Any]) -> str:
+    state = plain(model["state"])
+    if model["progress"] is not None:
+        state += f" {model['progress']:.0%}"
+    if model["is_pinned"]:
+        state += ", pinned"
+    if model["engine"] is None and model["num_bytes"]:
+        state += f", {_size(model['num_bytes'])}"
+    if model["num_waiting"]:
+        state += f", {model['num_waiting']:,} wait for it"
+    return state
+
+
+def _blocks(blocks: dict[str, Any] | None, width: int, kind: int) -> list[Text]:
+    """A bar of all blocks by state, and how many there are of each; `kind` of mark."""
+    if blocks is None:
+        return []
+    counts = {state: int(blocks["counts"][state]) for state in MARKS}
+    bar = _line("blocks    ")
+    for state, size in _shares(counts, min(width - len(bar), MAX_BAR)).items():
+        bar.append(MARKS[state][kind] * size, MARKS[state][2])
+    lines = [bar, _line(" " * 8)]
+    for state, marks in MARKS.items():
+        words = f" {counts[state]:,} {state.replace('_', ' ')}"
+        if len(lines[-1]) + len(words) + 3 > width:
+            lines.append(_line(" " * 8))
+        lines[-1].append("  ")
+        lines[-1].append(marks[kind], marks[2])
+        lines[-1].append(words)
+    return lines
+
+
+def _pool(blocks: dict[str, Any] | None) -> str:
+    return "" if blocks is None else f" in {blocks['num_blocks']:,} blocks of {blocks['block_size']} tokens"
+
+
+def _shares(counts: dict[str, int], width: int) -> dict[str, int]:
+    """How many places each gets. Whoever is there at all gets one."""
+    total = sum(counts.values())
+    sizes = {state: max(1, count * width // total) if count else 0 for state, count in counts.items()}
+    largest = max(sizes, key=lambda state: sizes[state])
+    sizes[largest] = max(0, sizes[largest] + width - sum(sizes.values()))
+    return sizes if total else dict.fromkeys(counts, 0)
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    name = f"{tier['num_waiting']:,} {plain(tier['tier'])}"
+    return f"{name} ({tier['oldest_age_s']:.1f} s)" if tier["num_waiting"] else name
+
+
+def _troubles(engine: dict[str, Any]) -> list[Text]:
+    found: list[str] = []
+    if not engine["is_moving"]:
+        found.append("its process says nothing though it has work")
+    if engine["num_restarts"]:
+        found.append(f"its process was started again {engine['num_restarts']:,} times")
+    return [_line(f"trouble   {'; '.join(found)}", "red")] if found else []
+
+
+def _requests(model: dict[str, Any], width: int) -> list[Text]:
+    engine = model["engine"]
+    if engine is None or not (engine["requests"] or engine["num_other_requests"]):
+        return []
+    name_width = width - len(INDENT) - sum(size for _, _, size in COLUMNS)
+    rows = [_line(f"{'request':<{name_width}}" + "".join(f"{title:>{size}}" for title, _, size in COLUMNS), "bold")]
+    for one in engine["requests"]:
+        name = plain(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
+        cells = "".join(f"{_cell(one[field]):>{size}}" for _, field, size in COLUMNS)
+        colour = "" if one["is_running"] else "bright_black"
+        mark = name if one["is_running"] else f"{name} waits"
+        rows.append(_line(f"{mark[: name_width - 1]:<{name_width}}{cells}", colour))
+    if others := engine["num_other_requests"]:
+        rows.append(_line(f"and {others:,} not shown here"))
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return plain(value) if isinstance(value, str) else f"{value:,}"
+
+
+def _cut(rows: list[Text], room: int) -> list[Text]:
+    if len(rows) <= room:
+        return rows
+    if room < 3:
+        return []
+    return [*rows[: room - 1], _line(f"and {len(rows) - room:,} more")]
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(INDENT + text, style)
+
+
+def _size(num_bytes: int) -> str:
+    if not num_bytes:
+        return "unknown"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
