@@ -77,9 +77,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
         ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}"
     return [
         head,
-        _line(
-            f"memory    weights {_size(engine['weight_bytes'])}, KV {_size(engine['kv_bytes'])}{_pool(engine['blocks'])}"
-        ),
+        _line(f"memory    weights {_size(engine['weight_bytes'])}, KV {_size(engine['kv_bytes'])}{_pool(engine)}"),
         *_blocks(engine["blocks"], width, kind),
         _line(
             f"speed     {engine['prefill_tokens_per_s']:,.0f} prompt tok/s, {engine['decode_tokens_per_s']:,.0f} answer"
@@ -126,7 +124,8 @@ def _blocks(blocks: dict[str, Any] | None, width: int, kind: int) -> list[Text]:
     return lines
 
 
-def _pool(blocks: dict[str, Any] | None) -> str:
+def _pool(engine: dict[str, Any]) -> str:
+    blocks = engine["blocks"]
     return "" if blocks is None else f" in {blocks['num_blocks']:,} blocks of {blocks['block_size']} tokens"
 
 
