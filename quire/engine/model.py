@@ -8,13 +8,20 @@ from pathlib import Path
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
+from quire.text.answers import AnswerParser, PlainAnswer, Thought
 from quire.text.chat import ChatRequest, ChatTemplate
+from quire.text.detokenize import Detokenizer
+from quire.text.grammar import Grammar
+from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import CallParser
+from quire.text.tool_grammars import answer_grammar
 from quire.weights.checkpoint import TokenizerFiles
 from quire.weights.hub import known_generation
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import GenerationDefaults, ModelSpec
 
+TAIL_TOKENS = 32  # of a prompt, in which an opened thought is looked for
 MAX_CHARS_PER_TOKEN = 16  # on average: a text with more is too long for any vocabulary, but for pages of blanks
 
 
@@ -32,7 +39,10 @@ class ModelText:
         self.eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids)))
 
     @classmethod
-    def open(cls, path: Path, name: str | None = None, load_format: str = "auto") -> ModelText:
+    def open(
+        cls, path: Path, name: str | None = None, load_format: str = "auto", tool_format: str | None = None
+    ) -> ModelText:
+        """`tool_format`: a row of TOOL_FORMATS, for a model whose template does not show how it calls tools."""
         checkpoint = open_checkpoint(path, load_format)
         try:
             files = checkpoint.tokenizer_files()
@@ -40,7 +50,7 @@ class ModelText:
             if tokenizer.vocab_size > checkpoint.spec.vocab_size:
                 sizes = f"{tokenizer.vocab_size} tokens, the model only {checkpoint.spec.vocab_size}"
                 raise ModelFileError(f"{path}: the tokenizer has {sizes}")
-            template = ChatTemplate(files.chat_template, tokenizer)
+            template = ChatTemplate(files.chat_template, tokenizer, tool_format=tool_format)
             defaults = checkpoint.generation
             if defaults == GenerationDefaults():  # the file says nothing; of some models we know
                 defaults = known_generation(path)
@@ -61,11 +71,10 @@ class ModelText:
         return tuple(self.tokenizer.encode(text))
 
     def encode_chat(self, chat: ChatRequest, max_context: int) -> tuple[int, ...]:
-        num_chars = sum(len(message.text) for message in chat.messages)
         limit = MAX_CHARS_PER_TOKEN * max_context
-        if num_chars > limit:
+        if chat.num_chars > limit:
             raise ContextTooLong(
-                f"messages of {num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
+                f"messages of {chat.num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
                 f" {max_context} tokens of context"
             )
         return tuple(self.template.encode(chat))
@@ -78,7 +87,9 @@ class ModelText:
         priority: Priority = Priority.NORMAL,
         salt: str = "",
         pins: Sequence[PinPrefix] = (),
+        chat: ChatRequest | None = None,
     ) -> GenerationRequest:
+        """`chat`: the conversation that the prompt was made of. Its tools shape the answer."""
         return GenerationRequest(
             prompt=tuple(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),
@@ -89,8 +100,68 @@ class ModelText:
             priority=priority,
             salt=salt,
             pins=tuple(pins),
-            grammar=params.grammar,
+            grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
+            shown_special=frozenset() if chat is None else self._marker_ids(chat),
         )
+
+    def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:
+        """For one answer to this prompt, which the conversation became."""
+        if chat is None:
+            return PlainAnswer()
+        parser: AnswerParser = PlainAnswer()
+        if tools := chat.callable_tools:
+            parser = CallParser(self.template.tool_format, (tool.name for tool in tools))
+        thought = self._thought(chat, prompt)
+        return parser if thought is None else ThoughtParser(*thought, parser)
+
+    def num_thought_tokens(self, chat: ChatRequest | None, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Of an answer, how many tokens its thought took, markers included."""
+        thought = None if chat is None else self._thought(chat, prompt)
+        if thought is None or thought[1] is Opening.CLOSED:
+            return 0
+        assert chat is not None
+        parser = ThoughtParser(*thought, PlainAnswer())
+        words = Detokenizer(self.tokenizer, shown_special=self._marker_ids(chat))
+        has_thought = thought[1] is Opening.OPEN
+        for count, token_id in enumerate(answer):
+            if not parser.is_thinking:
+                return count if has_thought else 0
+            has_thought |= any(isinstance(piece, Thought) for piece in parser.push(words.push((token_id,))))
+        return len(answer) if has_thought else 0
+
+    def _grammar(self, chat: ChatRequest, prompt: Sequence[int], words: Grammar | None) -> Grammar | None:
+        if words is None and not chat.callable_tools:
+            return None
+        thought = self._thought(chat, prompt)
+        return answer_grammar(
+            self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._special_id
+        )
+
+    def _thought(self, chat: ChatRequest, prompt: Sequence[int]) -> tuple[ReasoningFormat, Opening] | None:
+        """How this model thinks, and whether the prompt leaves room for it."""
+        format = self.template.reasoning
+        if format is None:
+            return None
+        if chat.continue_last:
+            before, found, after = chat.messages[-1].text.rpartition(format.opening)
+            is_open = bool(found) and format.closing not in after
+            return format, Opening.OPEN if is_open else Opening.CLOSED if before or after else Opening.FREE
+        if not chat.add_generation_prompt:
+            return format, Opening.FREE
+        return format, find_opening(format, self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False))
+
+    def _marker_ids(self, chat: ChatRequest) -> frozenset[int]:
+        """Special tokens that an answer's parser has to see."""
+        markers: list[str] = []
+        if chat.callable_tools:
+            markers += (self.template.tool_format.opening, self.template.tool_format.closing)
+        if self.template.reasoning is not None:
+            markers += (self.template.reasoning.opening, self.template.reasoning.closing)
+        return frozenset(found for marker in markers if (found := self._special_id(marker)) is not None)
+
+    def _special_id(self, marker: str) -> int | None:
+        token_id = self.tokenizer.added.get(marker)
+        return token_id if token_id in self.tokenizer.special_ids else None
 
     def close(self) -> None:
         self.template.close()

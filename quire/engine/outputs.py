@@ -100,6 +100,7 @@ class Answers:
                     stops=request.stop,
                     include_stop=request.include_stop,
                     skip_special=request.skip_special,
+                    shown_special=request.shown_special,
                     min_tokens=request.sampling.min_tokens,
                 )
             )
@@ -135,8 +136,9 @@ class Answers:
             self._take_prompt_logprobs(output.prompt_logprobs)
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were under way
             return Delta(index, "", (), (), sample.finish_reason, None)
-        is_stop = output.finish_reason is FinishReason.STOP
-        hidden = output.tokens[-1:] if is_stop and not self.request.include_stop else ()
+        is_stop = output.finish_reason is FinishReason.STOP and not self.request.include_stop
+        last = output.tokens[-1:]  # a stop token, or the last of an answer whose grammar is complete
+        hidden = last if is_stop and set(last) & set(self.request.sampling.stop_token_ids) else ()
         shown = output.tokens[: len(output.tokens) - len(hidden)]
         delta = sample.stream.push(shown)
         text, stop = delta.text, delta.stop

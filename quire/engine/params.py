@@ -139,6 +139,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    shown_special: frozenset[int] = frozenset()  # control tokens that stay in the text: whoever reads it needs them
     priority: Priority = Priority.NORMAL
     salt: str = ""
     pins: tuple[PinPrefix, ...] = ()

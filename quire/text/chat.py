@@ -6,15 +6,18 @@ Only the template may write control tokens. A user who types `<|im_end|>` means 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest, TemplateError
+from quire.text.reasoning import SWITCHES, find_reasoning
 from quire.text.rendering import Renderer
 from quire.text.tokenizer import Tokenizer, check_text
-from quire.text.tools import Tool, ToolCall, ToolChoice
+from quire.text.tool_formats import find_tool_format
+from quire.text.tool_prompts import described, fitting_id, in_words, made_call
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode, check_call, check_choice, check_tools
 from quire.text.vocab_spec import AddedToken
 
 MAX_MESSAGES = 2048
@@ -61,6 +64,27 @@ class ChatRequest:
     template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    wants_thought: bool | None = None  # whether to think first, where the template leaves a choice; None: its default
+    reasoning_effort: str | None = None  # for templates that know the word
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those the answer may call."""
+        if self.tool_choice.mode is ToolMode.NONE:
+            return ()
+        names = self.tool_choice.allowed
+        if self.tool_choice.name is not None:
+            names = (self.tool_choice.name,)
+        return tuple(tool for tool in self.tools if not names or tool.name in names)
+
+    @property
+    def num_chars(self) -> int:
+        """Of everything people wrote, to refuse what is too long before it is rendered."""
+        tools = sum(len(tool.description) + len(str(tool.parameters)) for tool in self.tools)
+        return tools + sum(
+            len(message.text) + len(message.thought) + sum(len(call.arguments) for call in message.tool_calls)
+            for message in self.messages
+        )
 
     def __post_init__(self) -> None:
         check_messages(self.messages)
@@ -75,6 +99,8 @@ class ChatRequest:
                 f"continue_last: messages[{last}].role = {self.messages[last].role.value!r}, not assistant"
             )
         _check_args(self.template_args)
+        check_tools(self.tools)
+        check_choice(self.tool_choice, self.tools)
 
 
 class ChatTemplate:
@@ -85,10 +111,21 @@ class ChatTemplate:
     and without control tokens. A conversation that holds no control string, nearly every one, is one plain encode of
     the rendered text. BOS is the template's business: none is added, as in transformers.
 
-    In an assistant's message only special tokens are marked: templates look for `</think>` and the like there.
+    In an assistant's message only special tokens are marked: templates look for `</think>` and the like there. What
+    people wrote of tools, and the arguments of calls, are marked like a user's message.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, *, renderer: Renderer | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        *,
+        renderer: Renderer | None = None,
+        tool_format: str | None = None,
+    ) -> None:
+        """`tool_format`: the name of a row of TOOL_FORMATS, where the source does not show the right one."""
+        self.tool_format = find_tool_format(source, tool_format)
+        self.reasoning = find_reasoning(source)
         self._source = source
         self._tokenizer = tokenizer
         self._renderer = renderer
@@ -118,26 +155,79 @@ class ChatTemplate:
             self._renderer.close()
 
     def _render(self, request: ChatRequest) -> tuple[str, str]:
-        texts = [message.text for message in request.messages]
-        names = [message.name or "" for message in request.messages]
-        args = {key: str(value) for key, value in request.template_args.items()}
-        marker, end = _unused_characters([*texts, *names, *args.values(), self._source or ""])
-        messages: list[dict[str, str]] = []
-        for message, text in zip(request.messages, texts, strict=True):
-            finder = self._special if message.role is Role.ASSISTANT else self._all
-            entry = {"role": message.role.value, "content": finder.mark(text, marker)}
-            if message.name is not None:
-                entry["name"] = self._all.mark(message.name, marker)
-            messages.append(entry)
+        tools = () if request.tool_choice.mode is ToolMode.NONE else request.tools
+        messages: Sequence[Message] = request.messages
+        if not self.tool_format.is_in_template:
+            messages, tools = in_words(messages, tools, self.tool_format), ()
+        entries = self._entries(messages)
+        variables: dict[str, Any] = dict(request.template_args)
+        if tools:
+            variables["tools"] = [described(tool) for tool in tools]
+        marker, end = _unused_characters([*_strings(entries), *_strings(variables), self._source or ""])
+        variables = {name: self._marked(value, marker) for name, value in variables.items()}
+        variables["messages"] = [self._marked_entry(entry, marker) for entry in entries]
+        variables["add_generation_prompt"] = request.add_generation_prompt
         if request.continue_last:
-            messages[-1]["content"] += end + " "
-        variables: dict[str, Any] = {
-            key: self._all.mark(value, marker) if isinstance(value, str) else value
-            for key, value in request.template_args.items()
-        }
-        variables |= {"messages": messages, "add_generation_prompt": request.add_generation_prompt}
+            variables["messages"][-1]["content"] += end + " "
+        variables = {**self._switches(request), **variables}
         rendered = self._render_with(variables, args=request.template_args)
         return (_cut(rendered, end) if request.continue_last else rendered), marker
+
+    def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages as templates know them. What is not there has no key."""
+        names = {call.call_id: call.name for message in messages for call in message.tool_calls}
+        entries: list[dict[str, Any]] = []
+        for message in messages:
+            entry: dict[str, Any] = {"role": message.role.value, "content": message.text}
+            if message.name is not None:
+                entry["name"] = message.name
+            if message.thought:
+                entry["reasoning_content"] = message.thought
+            if message.tool_calls:
+                entry["tool_calls"] = [made_call(call, self.tool_format) for call in message.tool_calls]
+            if message.tool_call_id is not None:
+                entry["tool_call_id"] = fitting_id(message.tool_call_id, self.tool_format)
+                if message.tool_call_id in names:
+                    entry.setdefault("name", names[message.tool_call_id])
+            entries.append(entry)
+        return entries
+
+    def _marked_entry(self, entry: dict[str, Any], marker: str) -> dict[str, Any]:
+        finder = self._special if entry["role"] == Role.ASSISTANT else self._all
+        ours = {"role": entry["role"], "content": finder.mark(entry["content"], marker)}
+        return ours | {name: self._marked(value, marker) for name, value in entry.items() if name not in ours}
+
+    def _marked(self, value: Any, marker: str) -> Any:
+        """Everything people wrote in a value, names included."""
+        match value:
+            case str():
+                return self._all.mark(value, marker)
+            case Mapping():
+                return {self._all.mark(str(name), marker): self._marked(item, marker) for name, item in value.items()}
+            case list() | tuple():
+                return [self._marked(item, marker) for item in value]
+            case _:
+                return value
+
+    def _switches(self, request: ChatRequest) -> dict[str, Any]:
+        """What says how much to think, as far as the template listens."""
+        found: dict[str, Any] = {}
+        if request.wants_thought is None and request.reasoning_effort is None:
+            return found
+        known = self._variables()
+        switch = next((name for name in SWITCHES if name in known), None)
+        if switch is not None and request.wants_thought is not None:
+            found[switch] = request.wants_thought
+        if request.reasoning_effort is not None and "reasoning_effort" in known:
+            found["reasoning_effort"] = request.reasoning_effort
+        return found
+
+    def _variables(self) -> frozenset[str]:
+        if self._source is None:
+            return frozenset()
+        if self._renderer is None:
+            self._renderer = Renderer(self._source)
+        return self._renderer.variables
 
     def _render_with(self, variables: Mapping[str, Any], *, args: Iterable[str] = (), is_trial: bool = False) -> str:
         if self._source is None:
@@ -145,8 +235,8 @@ class ChatTemplate:
         if self._renderer is None:
             self._renderer = Renderer(self._source)
         for name in args:
-            if name not in self._renderer.variables:
-                known = sorted(name for name in self._renderer.variables if not _is_reserved(name))
+            if name not in self._variables():
+                known = sorted(name for name in self._variables() if not _is_reserved(name))
                 text = f"template_args[{name[:40]!r}] is not known to this model's template"
                 raise InvalidRequest(f"{text}; it knows {known!s:.500}")
         everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
@@ -212,6 +302,20 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     return first, second
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a value, names included."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for name, item in value.items():
+                yield str(name)
+                yield from _strings(item)
+        case list() | tuple():
+            for item in value:
+                yield from _strings(item)
+
+
 def check_messages(messages: Sequence[object]) -> None:
     """For doors that have work to do on each of them first."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -236,6 +340,13 @@ def _check_message(message: Message, path: str) -> None:
         if not 1 <= len(message.name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"{path}.name has {len(message.name)} characters, not 1 to {MAX_NAME_CHARS}")
         check_text(message.name, name=f"{path}.name")
+    check_text(message.thought, name=f"{path}.thought")
+    if message.tool_call_id is not None:
+        check_text(message.tool_call_id, name=f"{path}.tool_call_id")
+    if len(message.tool_calls) > MAX_PARTS:
+        raise InvalidRequest(f"{path}.tool_calls has {len(message.tool_calls)} entries, more than {MAX_PARTS}")
+    for i, call in enumerate(message.tool_calls):
+        check_call(call, f"{path}.tool_calls[{i}]")
 
 
 def _is_reserved(name: str) -> bool:

@@ -20,9 +20,17 @@ class Detokenizer:
     word: an answer read by itself does not begin with it. Text that continues a prompt does: keep_prefix_space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep_prefix_space: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown_special: frozenset[int] = frozenset(),
+        keep_prefix_space: bool = False,
+    ) -> None:
+        """`shown_special`: those that stay in the text all the same."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._hidden = tokenizer.special_ids - shown_special if skip_special else frozenset[int]()
         self._strips_next = tokenizer.strip_prefix_space and not keep_prefix_space
         self._decoder = _Utf8("replace")
 

@@ -39,11 +39,14 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        shown_special: frozenset[int] = frozenset(),
         keep_prefix_space: bool = False,
         min_tokens: int = 0,
     ) -> None:
         """Text of the first `min_tokens` tokens is not searched for stop strings: the answer must be that long."""
-        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, keep_prefix_space=keep_prefix_space)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special=skip_special, shown_special=shown_special, keep_prefix_space=keep_prefix_space
+        )
         self._stops = StopStrings(stops, include_stop=include_stop)
         self._min_tokens = min_tokens
         self.num_tokens = 0  # of the whole answer, so far

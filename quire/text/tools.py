@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from quire.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_CALL_ID_CHARS = 256
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +41,54 @@ class ToolMode(StrEnum):
 class ToolChoice:
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None  # with REQUIRED: this one and no other
+    allowed: tuple[str, ...] = ()  # of the tools shown, those that may be called; empty: all
     is_parallel: bool = True  # several calls in one answer are welcome
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Names and shapes. Whether a schema can be followed is seen when its grammar is made."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries, more than {MAX_TOOLS}")
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if not _NAME.fullmatch(tool.name):
+            raise InvalidRequest(f"tools[{i}].name = {tool.name!r:.80} is not 1 to 64 of A-Z a-z 0-9 _ -")
+        if tool.name in names:
+            raise InvalidRequest(f"tools[{i}].name = {tool.name!r} is another tool's name already")
+        names.add(tool.name)
+        kind = tool.parameters.get("type", "object")
+        if kind != "object":
+            raise InvalidRequest(f"tools[{i}].parameters.type = {kind!r:.80} is not object")
+        try:
+            json.dumps((tool.description, tool.parameters), ensure_ascii=False, allow_nan=False).encode()
+        except RecursionError:
+            raise InvalidRequest(f"tools[{i}].parameters is nested too deeply") from None
+        except ValueError as error:
+            raise InvalidRequest(f"tools[{i}].parameters is not JSON text: {error!s:.80}") from None
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
+    names = [tool.name for tool in tools]
+    for name in (choice.name, *choice.allowed):
+        if name is not None and name not in names:
+            raise InvalidRequest(f"tool_choice names {name!r:.80}, which is not among tools")
+    if choice.mode is ToolMode.REQUIRED and not tools:
+        raise InvalidRequest("tool_choice asks for a call, and tools has none")
+
+
+def check_call(call: ToolCall, path: str) -> None:
+    if not _NAME.fullmatch(call.name):
+        raise InvalidRequest(f"{path}.name = {call.name!r:.80} is not 1 to 64 of A-Z a-z 0-9 _ -")
+    if not 1 <= len(call.call_id) <= MAX_CALL_ID_CHARS:
+        raise InvalidRequest(f"{path}.id is not 1 to {MAX_CALL_ID_CHARS} characters")
+    try:
+        (call.call_id + call.arguments).encode()
+        arguments = json.loads(call.arguments, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{path}.arguments is not a JSON object")
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

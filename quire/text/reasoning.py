@@ -1,0 +1,121 @@
+"""Thoughts that a model writes down before it answers, told apart from the answer. Knows text, not tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from quire.text.answers import AnswerParser, Piece, Thought
+
+# Variables by which templates let thinking be switched off or on, in the order in which they are looked for.
+SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    name: str
+    opening: str
+    closing: str
+
+
+# A model thinks if its template speaks of the closing. To add a way to write thoughts: a row.
+REASONING_FORMATS = (
+    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+)
+
+
+class Opening(Enum):
+    """What the prompt leaves to the answer."""
+
+    FREE = auto()  # it may begin with a thought
+    OPEN = auto()  # the prompt opened one: the answer begins inside it
+    CLOSED = auto()  # the prompt closed an empty one: there is none
+
+
+def find_reasoning(source: str | None) -> ReasoningFormat | None:
+    """How the model of this template thinks; None: it does not."""
+    return next((row for row in REASONING_FORMATS if source is not None and row.closing in source), None)
+
+
+def find_opening(format: ReasoningFormat, tail: str) -> Opening:
+    """By how the prompt ends."""
+    end = tail.rstrip()
+    if end.endswith(format.opening):
+        return Opening.OPEN
+    return Opening.CLOSED if end.endswith(format.closing) else Opening.FREE
+
+
+class ThoughtParser:
+    """Splits the thought off, without the white space around it; what follows is another parser's."""
+
+    def __init__(self, format: ReasoningFormat, opening: Opening, answer: AnswerParser) -> None:
+        self._format = format
+        self._answer = answer
+        self._is_open = opening is Opening.OPEN
+        self._is_over = opening is Opening.CLOSED
+        self._has_begun = False  # its first letter was given out
+        self._has_answered = False  # something but white space followed it
+        self._held = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Or may be: the opening is not complete yet."""
+        return not self._is_over
+
+    def push(self, text: str) -> list[Piece]:
+        if self._is_over:
+            return self._after(text)
+        self._held += text
+        if not self._is_open:
+            start = self._held.lstrip()
+            if start.startswith(self._format.opening):
+                self._is_open = True
+                self._held = start[len(self._format.opening) :]
+            elif self._format.opening.startswith(start):
+                return []
+            else:
+                self._is_over = self._has_answered = True
+                held, self._held = self._held, ""
+                return self._answer.push(held)
+        return self._grow()
+
+    def finish(self) -> list[Piece]:
+        held, self._held = self._held, ""
+        if self._is_over:
+            return self._answer.finish()
+        self._is_over = True
+        if self._is_open:  # cut off in the middle of it
+            return [*self._thought(held.rstrip()), *self._answer.finish()]
+        return [*self._answer.push(held), *self._answer.finish()]
+
+    def _grow(self) -> list[Piece]:
+        at = self._held.find(self._format.closing)
+        if at >= 0:
+            thought, rest = self._held[:at], self._held[at + len(self._format.closing) :]
+            self._held, self._is_over = "", True
+            return [*self._thought(thought.rstrip()), *self._after(rest)]
+        final = self._held[: len(self._held) - num_held(self._held, self._format.closing)].rstrip()
+        self._held = self._held[len(final) :]
+        return self._thought(final)
+
+    def _thought(self, text: str) -> list[Piece]:
+        if not self._has_begun:
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        return [Thought(text)] if text else []
+
+    def _after(self, text: str) -> list[Piece]:
+        if not self._has_answered:
+            text = text.lstrip()
+            self._has_answered = bool(text)
+        return self._answer.push(text)
+
+
+def num_held(text: str, marker: str) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

@@ -1,0 +1,426 @@
+"""How models write calls of tools, and how such a call is read as it grows. A literal table, one parser.
+
+A model whose template knows no tools, or writes calls in a way that has no row here, is told of them in words by us
+(`quire/text/tool_prompts.py`) and writes them the way of `IN_WORDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from quire.errors import InvalidRequest
+from quire.text.answers import CallArguments, CallStart, Piece, Words
+from quire.text.reasoning import num_held
+
+MAX_HEAD_CHARS = 4096  # of a call, before its name and the beginning of its arguments are known
+_USES_TOOLS = re.compile(r"\{[%{][^%}]*\btools\b")
+_BLANK = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A call is a JSON object of a name and arguments, between markers."""
+
+    name: str
+    signs: tuple[str, ...]  # any of them in a template's source says that its model writes calls so ...
+    other_signs: tuple[str, ...]  # ... unless one of these is there: a relative with another way
+    opening: str  # of one call, or of the list of all
+    closing: str
+    before: str = ""  # what stands between the opening and the JSON
+    after: str = ""
+    arguments: str = "arguments"  # the key
+    is_list: bool = False
+    may_be_bare: bool = False  # an answer that begins with the JSON needs no opening
+    is_parallel: bool = True  # several calls in an answer
+    id_chars: int | None = None  # templates that take ids of exactly this length
+    is_in_template: bool = True  # the model's own template shows tools, calls and results
+
+
+IN_WORDS = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
+
+# In the order in which they are looked for. To add a way to write calls: a row, and a transcript in
+# tests/text/test_tool_formats.py.
+TOOL_FORMATS = (
+    ToolFormat(
+        "hermes", ("<tool_call>",), ("<function=", "<arg_key>"), "<tool_call>", "</tool_call>", before="\n", after="\n"
+    ),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), ("[ARGS]",), "[TOOL_CALLS]", "", is_list=True, id_chars=9),
+    ToolFormat(
+        "llama3",
+        ("<|python_tag|>", '"parameters": '),
+        (),
+        "<|python_tag|>",
+        "",
+        arguments="parameters",
+        may_be_bare=True,
+        is_parallel=False,
+    ),
+    IN_WORDS,
+)
+
+
+def find_tool_format(source: str | None, name: str | None = None) -> ToolFormat:
+    """The row of this name, or the one that a template's source shows."""
+    if name is not None:
+        for row in TOOL_FORMATS:
+            if row.name == name:
+                return row
+        raise InvalidRequest(f"tool_format = {name!r:.80} is not one of {', '.join(row.name for row in TOOL_FORMATS)}")
+    if source is None or not _USES_TOOLS.search(source):
+        return IN_WORDS
+    for row in TOOL_FORMATS:
+        if any(sign in source for sign in row.signs):
+            return IN_WORDS if any(sign in source for sign in row.other_signs) else row
+    return IN_WORDS
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class _State(Enum):
+    WORDS = auto()
+    OPENED = auto()  # the opening was read: JSON must follow
+    CALL = auto()  # inside a call's JSON
+    NEXT = auto()  # behind one of a list
+    CLOSING = auto()
+
+
+class CallParser:
+    """Reads words and calls. White space around calls is nobody's, and dropped.
+
+    What begins like a call and is none comes back as words: JSON of another shape, a name that no tool has. Once a
+    call's name was given out it stays one, however its arguments end.
+    """
+
+    def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
+        self._format = format
+        self._names = frozenset(names)
+        self._state = _State.WORDS
+        self._rest = ""  # not read yet
+        self._raw: list[str] = []  # of what may become a call
+        self._blank = ""  # white space behind words
+        self._is_at_start = True  # nothing but white space so far
+        self._is_after_call = False
+        self._is_in_list = False
+        self._call = _Call(format, self._names)
+        self._num_calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        self._rest += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return _joined(pieces)
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while self._state in (_State.OPENED, _State.CALL, _State.NEXT) and self._raw:
+            self._give_up(pieces)
+            while self._step(pieces):
+                pass
+        if self._state is _State.WORDS:
+            words, self._rest = self._rest, ""
+            self._say(words, pieces)
+            if self._blank and not self._is_after_call:
+                pieces.append(Words(self._blank))
+        return _joined(pieces)
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Reads on; False: more text is needed."""
+        match self._state:
+            case _State.WORDS:
+                return self._read_words(pieces)
+            case _State.OPENED:
+                return self._read_opening(pieces)
+            case _State.CALL:
+                return self._read_call(pieces)
+            case _State.NEXT:
+                return self._read_next()
+            case _State.CLOSING:
+                return self._read_closing()
+
+    def _read_words(self, pieces: list[Piece]) -> bool:
+        opening = self._format.opening
+        if self._is_at_start and self._format.may_be_bare:
+            start = self._rest.lstrip(_BLANK)
+            if not start:
+                return False
+            if start[0] == "{":
+                self._raw, self._rest = [self._rest[: len(self._rest) - len(start)]], start
+                self._open()
+                return True
+        at = self._rest.find(opening)
+        if at < 0:
+            final = len(self._rest) - num_held(self._rest, opening)
+            words, self._rest = self._rest[:final], self._rest[final:]
+            self._say(words, pieces)
+            return False
+        self._say(self._rest[:at], pieces)
+        self._raw, self._rest = [opening], self._rest[at + len(opening) :]
+        self._is_in_list = False
+        self._open()
+        return True
+
+    def _open(self) -> None:
+        self._state = _State.OPENED
+        self._call = _Call(self._format, self._names)
+
+    def _read_opening(self, pieces: list[Piece]) -> bool:
+        """White space, the bracket of a list, white space: then the JSON begins."""
+        start = self._rest.lstrip(_BLANK)
+        if not start:
+            return False
+        self._raw.append(self._rest[: len(self._rest) - len(start)])
+        self._rest = start
+        if self._format.is_list and not self._is_in_list and start[0] == "[":
+            self._is_in_list = True
+            self._raw.append("[")
+            self._rest = start[1:]
+        elif start[0] == "{" and self._is_in_list == self._format.is_list:
+            self._state = _State.CALL
+        else:
+            self._give_up(pieces)
+        return True
+
+    def _read_call(self, pieces: list[Piece]) -> bool:
+        call = self._call
+        for at, char in enumerate(self._rest):
+            is_known = call.is_ready
+            if not call.read(char) or (not call.is_ready and len(self._raw) > MAX_HEAD_CHARS):
+                self._rest = self._rest[at:]
+                if is_known:  # too late to be words; what follows is
+                    self._end_call(pieces)
+                    self._state = _State.WORDS
+                else:
+                    self._give_up(pieces)
+                return True
+            if not call.is_ready:
+                self._raw.append(char)
+            elif not is_known:
+                self._start_call(pieces)
+            if call.is_over:
+                self._rest = self._rest[at + 1 :]
+                self._end_call(pieces)
+                self._state = _State.NEXT if self._format.is_list else _State.CLOSING
+                return True
+        self._rest = ""
+        self._grow_call(pieces)
+        return False
+
+    def _start_call(self, pieces: list[Piece]) -> None:
+        self._raw, self._blank, self._is_at_start = [], "", False
+        assert self._call.name is not None
+        pieces.append(CallStart(self._num_calls, new_call_id(), self._call.name))
+
+    def _grow_call(self, pieces: list[Piece]) -> None:
+        if self._call.is_ready and (text := self._call.take()):
+            pieces.append(CallArguments(self._num_calls, text))
+
+    def _end_call(self, pieces: list[Piece]) -> None:
+        self._grow_call(pieces)
+        self._num_calls += 1
+        self._is_after_call = True
+
+    def _read_next(self) -> bool:
+        for at, char in enumerate(self._rest):
+            if char in _BLANK:
+                continue
+            self._rest = self._rest[at + 1 :] if char in ",]" else self._rest[at:]
+            if char == ",":
+                self._raw = [char]
+                self._open()
+            else:
+                self._state = _State.CLOSING if char == "]" else _State.WORDS
+            return True
+        return False
+
+    def _read_closing(self) -> bool:
+        start = self._rest.lstrip(_BLANK)
+        closing = self._format.closing
+        if len(start) < len(closing) and closing.startswith(start):
+            return False
+        self._rest = start.removeprefix(closing)
+        self._state = _State.WORDS
+        return True
+
+    def _give_up(self, pieces: list[Piece]) -> None:
+        """It is no call: its opening, or the bracket it began with, is words, and what followed is looked at anew."""
+        first, *others = self._raw
+        self._state, self._raw = _State.WORDS, []
+        self._rest = "".join(others) + self._rest
+        if not first.strip(_BLANK):
+            first, self._rest = first + self._rest[:1], self._rest[1:]
+        self._say(first, pieces)
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if self._is_after_call:
+            text = text.lstrip(_BLANK)
+        words = text.rstrip(_BLANK)
+        if not words:
+            self._blank += text
+            return
+        pieces.append(Words(self._blank + words))
+        self._blank = text[len(words) :]
+        self._is_at_start = self._is_after_call = False
+
+
+class _At(Enum):
+    BEGIN = auto()
+    KEY = auto()  # before one, or the end
+    IN_KEY = auto()
+    COLON = auto()
+    VALUE = auto()  # before one
+    IN_VALUE = auto()
+    MORE = auto()  # behind one: a comma, or the end
+    END = auto()
+
+
+class _Call:
+    """One JSON object, a character at a time: its name, and its arguments as they grow."""
+
+    def __init__(self, format: ToolFormat, names: frozenset[str]) -> None:
+        self._format = format
+        self._names = names
+        self.name: str | None = None
+        self._at = _At.BEGIN
+        self._text: list[str] = []  # of the key or value that is being read
+        self._key = ""
+        self._due: list[str] = []  # closing brackets
+        self._is_string = False
+        self._is_escaped = False
+        self._arguments: list[str] | None = None  # that were read and not taken
+
+    @property
+    def is_over(self) -> bool:
+        return self._at is _At.END
+
+    @property
+    def is_ready(self) -> bool:
+        return self.name is not None and self._arguments is not None
+
+    def take(self) -> str:
+        text = "".join(self._arguments or ())
+        self._arguments = []
+        return text
+
+    def read(self, char: str) -> bool:
+        """False: this is no call, or goes on as none."""
+        match self._at:
+            case _At.IN_KEY:
+                return self._read_key(char)
+            case _At.IN_VALUE:
+                return self._read_value(char)
+            case _ if char in _BLANK:
+                return True
+            case _At.BEGIN:
+                self._at = _At.KEY
+                return char == "{"
+            case _At.KEY:
+                self._at, self._text = _At.IN_KEY, [char]
+                return char == '"'
+            case _At.COLON:
+                self._at = _At.VALUE
+                return char == ":"
+            case _At.VALUE:
+                return self._begin_value(char)
+            case _At.MORE:
+                return self._read_more(char)
+            case _:
+                return False
+
+    def _read_key(self, char: str) -> bool:
+        self._text.append(char)
+        if not self._ends_string(char):
+            return True
+        key = _decoded("".join(self._text))
+        self._key, self._at = key if isinstance(key, str) else "", _At.COLON
+        return isinstance(key, str)
+
+    def _begin_value(self, char: str) -> bool:
+        self._at, self._text = _At.IN_VALUE, []
+        self._is_string = self._is_escaped = False
+        self._due = []
+        if self._key == self._format.arguments:
+            if self._arguments is not None or char not in '{"n':
+                return False  # twice, or neither an object, nor one in a string, nor null
+            if char == "{":
+                self._arguments = []
+        return self._read_value(char)
+
+    def _read_value(self, char: str) -> bool:
+        if self._is_string:
+            self._keep(char)
+            if self._ends_string(char):
+                self._is_string = False
+                return bool(self._due) or self._end_value()
+            return True
+        if not self._due and self._text and char in ",}]" + _BLANK:  # a number or a word ends where something follows
+            return self._end_value() and (char in _BLANK or self._read_more(char))
+        if char in "}]" and (not self._due or self._due.pop() != char):
+            return False
+        self._keep(char)
+        if char == '"':
+            self._is_string = True
+        elif char in "{[":
+            self._due.append("}" if char == "{" else "]")
+        elif char in "}]":
+            return bool(self._due) or self._end_value()
+        return True
+
+    def _keep(self, char: str) -> None:
+        if self._key == self._format.arguments and self._arguments is not None:
+            self._arguments.append(char)
+        else:
+            self._text.append(char)
+
+    def _end_value(self) -> bool:
+        self._at = _At.MORE
+        if self._key == "name":
+            name = _decoded("".join(self._text))
+            self.name = name if isinstance(name, str) and name in self._names else None
+            return self.name is not None
+        if self._key == self._format.arguments and self._arguments is None:
+            value = _decoded("".join(self._text))
+            self._arguments = [value if isinstance(value, str) and value else "{}"]
+        return True
+
+    def _read_more(self, char: str) -> bool:
+        if char == "}":
+            self._at = _At.END
+            if self._arguments is None:
+                self._arguments = ["{}"]
+            return self.name is not None
+        self._at = _At.KEY
+        return char == ","
+
+    def _ends_string(self, char: str) -> bool:
+        if self._is_escaped:
+            self._is_escaped = False
+            return False
+        self._is_escaped = char == "\\"
+        return char == '"'
+
+
+def _decoded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Words that follow one another are one piece."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, Words) and isinstance(last, Words):
+            joined[-1] = Words(last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined

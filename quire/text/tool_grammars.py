@@ -1,0 +1,203 @@
+"""The grammar of a whole answer: a thought, then words or calls. Written in llguidance's dialect of Lark.
+
+Words are free until the opening of a call; from there on the call is forced to be one, with arguments that follow the
+tool's schema. Where a call is asked for, the answer begins with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequest
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
+from quire.text.reasoning import Opening, ReasoningFormat
+from quire.text.tool_formats import ToolFormat
+from quire.text.tool_prompts import NO_PARAMETERS
+from quire.text.tools import Tool, ToolChoice, ToolMode
+
+SpecialId = Callable[[str], int | None]  # the id of a special token with this text, if there is one
+
+# As Python writes JSON, and so as templates write the calls that models have seen.
+_WRITING: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SAID_OF_VALUES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated"))  # no constraint
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_VALUES = frozenset(("const", "enum", "required", "x-guidance"))
+_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties")
+
+
+def answer_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    words: Grammar | None,
+    thought: tuple[ReasoningFormat, Opening] | None,
+    special_id: SpecialId,
+) -> Grammar | None:
+    """`tools`: those that may be called. `words`: what an answer without calls must look like. None: anything goes."""
+    opening = Opening.CLOSED if thought is None else thought[1]
+    if not tools and (words is None or opening is Opening.CLOSED):
+        return words
+    writer = _Writer(tool_format, tools, choice, words, special_id)
+    source = writer.source(None if thought is None else thought[0], opening)
+    if len(source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(
+            f"tools of {len(tools)} schemas make a grammar of {len(source)} characters, more than {MAX_SOURCE_CHARS}"
+        )
+    return Grammar(GrammarKind.LARK, source)
+
+
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """The schema its arguments are held to: without what constrains nothing, and without room for made-up arguments.
+
+    What this allows, the tool's own schema allows too.
+    """
+    schema = _stripped(tool.parameters or NO_PARAMETERS)
+    if "allOf" not in json.dumps(schema):
+        schema = _closed(schema)
+    guidance = dict(_WRITING) if tool.is_strict else {**_WRITING, "lenient": True}
+    return {**schema, "type": "object", "x-guidance": guidance}
+
+
+class _Writer:
+    def __init__(
+        self,
+        format: ToolFormat,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        words: Grammar | None,
+        special_id: SpecialId,
+    ) -> None:
+        self._format = format
+        self._tools = tools
+        self._choice = choice
+        self._words = words
+        self._special_id = special_id
+        self._rules: list[str] = []
+
+    def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
+        if self._words is not None:
+            self._rules.append(f"words: {_embedded(self._words)}")
+        if self._tools:
+            self._write_calls()
+        start = self._answer("TEXT")
+        if thought is not None and opening is not Opening.CLOSED:
+            closing = self._marker(thought.closing)
+            self._rules += [self._until("thought", "TEXT", closing), r"GAP: /\n{0,2}/"]
+            start = f"thought GAP {start}"
+            if opening is Opening.FREE:
+                first = self._marker(thought.opening)
+                start = f"{first} {start} | {self._answer(self._not_beginning(thought.opening))}"
+        return "\n".join(("%llguidance {}", f"start: {start}", "TEXT: /(?s:.*)/", *dict.fromkeys(self._rules)))
+
+    def _answer(self, text: str) -> str:
+        """What follows the thought, as an expression. `text`: the terminal of free words."""
+        if not self._tools:
+            return "words"
+        opening = self._marker(self._format.opening)
+        calls = f"{opening}{'?' if self._format.may_be_bare else ''} calls"
+        if self._choice.mode is ToolMode.REQUIRED:
+            return f"({calls})"
+        if self._words is not None:
+            return f"(words | {calls})"
+        if self._format.may_be_bare:
+            text = self._not_beginning("{")
+        name = f"until_call_{text.lower()}"
+        self._rules.append(self._until(name, text, opening))
+        return f"({text} | {calls} | {name} calls)"
+
+    def _write_calls(self) -> None:
+        format = self._format
+        self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
+        for i, tool in enumerate(self._tools):
+            head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
+            self._rules.append(f'call_{i}: {head} %json {json.dumps(tool_schema(tool))} "}}"')
+        is_parallel = self._choice.is_parallel and format.is_parallel
+        if format.is_list:
+            more = ' (", " call)*' if is_parallel else ""
+            self._rules += [f'calls: BLANK "[" call{more} "]"', "BLANK: / ?/"]
+            return
+        more = f" (BREAK {self._marker(format.opening)} one)*" if is_parallel else ""
+        around = [_literal(format.before), "call", _literal(format.after + format.closing)]
+        self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
+
+    def _not_beginning(self, marker: str) -> str:
+        """The terminal of words that do not begin with a marker, of which two characters are looked at."""
+        if self._special_id(marker) is not None:
+            return "TEXT"
+        first, second = re.escape(marker[0]), re.escape(marker[1:2])
+        begin = rf"[^{first}\s]" + (f"|{first}[^{second}]" if second else "")
+        name = f"OTHER_{ord(marker[0])}"
+        self._rules.append(rf"{name}: /(\s*({begin})(?s:.*))?/")
+        return name
+
+    def _until(self, name: str, text: str, marker: str) -> str:
+        """The rule of words up to the first marker and with it."""
+        return f"{name}: {text} {marker}" if marker.startswith("<[") else f"{name}[lazy]: {text} {marker}"
+
+    def _marker(self, text: str) -> str:
+        """A special token stands in no text: it is named by its id."""
+        token_id = self._special_id(text)
+        return _literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _embedded(grammar: Grammar) -> str:
+    """As an expression of Lark."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"%json {grammar.source}"
+        case GrammarKind.REGEX:
+            return f"/{_escaped_slashes(grammar.source)}/"
+        case GrammarKind.LARK:
+            return f"%lark {{\n{grammar.source}\n}}"
+
+
+def _escaped_slashes(regex: str) -> str:
+    pieces: list[str] = []
+    is_escaped = False
+    for char in regex:
+        pieces.append("\\/" if char == "/" and not is_escaped else "\\n" if char == "\n" else char)
+        is_escaped = char == "\\" and not is_escaped
+    return "".join(pieces)
+
+
+def _stripped(schema: Any) -> Any:
+    """A schema without what is only said about values."""
+    if isinstance(schema, list):
+        return [_stripped(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            kept[key] = value
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            kept[key] = {name: _stripped(item) for name, item in value.items()}
+        elif key not in _SAID_OF_VALUES:
+            kept[key] = _stripped(value)
+    return kept
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the properties it names and no others, where it leaves that open."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES or key == "not":
+            closed[key] = value
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[key] = {name: _closed(item) for name, item in value.items()}
+        else:
+            closed[key] = _closed(value)
+    if "properties" in schema and "additionalProperties" not in schema and not any(key in schema for key in _COMBINED):
+        closed["additionalProperties"] = False
+    return closed
