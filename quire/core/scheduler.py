@@ -132,6 +132,10 @@ class Scheduler:
             raise InvalidRequest(f"{num_output_tokens = } is more than the {request.num_output_tokens} there are")
         return self._end(request_id, FinishReason.STOP, num_output_tokens)
 
+    def fail(self, request_id: int) -> bool:
+        """End a request that cannot go on, for a reason found above the core. False if it is not alive."""
+        return self._end(request_id, FinishReason.ERROR)
+
     def drain(self) -> None:
         """Take no new requests; those that are here are served to the end (`has_work` says when)."""
         self._is_draining = True

@@ -12,6 +12,7 @@ from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority, Request, SamplingParams, check_tokens
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
+from quire.engine.masking import GrammarFailed, Masking, Matcher
 from quire.engine.params import PinPrefix
 from quire.errors import InvalidRequest, QuireError
 
@@ -63,6 +64,7 @@ class Engine:
         self.on_plan = on_plan  # called with every plan before it runs
         self._requests: dict[int, Request] = {}  # alive, and known to whoever reads the outputs
         self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> what to keep of its prompt, once that is there
+        self._masking = Masking()
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
 
@@ -80,10 +82,12 @@ class Engine:
         salt: str = "",
         parent_id: int | None = None,
         pins: Sequence[PinPrefix] = (),
+        matcher: Matcher | None = None,
     ) -> None:
         """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed.
 
-        `pins` are set when its prompt has been computed; if it ends before that, there is nothing to keep.
+        `pins` are set when its prompt has been computed; if it ends before that, there is nothing to keep. `matcher` is
+        this request's alone: it says which tokens its answer may go on with.
         """
         self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
@@ -92,19 +96,24 @@ class Engine:
         self._requests[request_id] = request
         if pins:
             self._pins[request_id] = pins
+        if matcher is not None:
+            self._masking.add(request_id, matcher)
 
     def cancel(self, request_id: int) -> bool:
         """Frees everything the request holds now. No further output comes for it."""
-        self._requests.pop(request_id, None)
-        self._pins.pop(request_id, None)
+        self._forget(request_id)
         return self.scheduler.cancel(request_id)
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
         """The answer is complete after so many tokens. No further output comes for it."""
         was_alive = self.scheduler.finish(request_id, num_output_tokens)
+        self._forget(request_id)
+        return was_alive
+
+    def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
         self._pins.pop(request_id, None)
-        return was_alive
+        self._masking.remove(request_id)
 
     def pin(self, pin_id: str, tokens: Sequence[int], salt: str, ttl_s: float) -> int:
         """Keep what the cache has of this prefix for so long. Returns how many tokens that is: full blocks."""
@@ -115,19 +124,51 @@ class Engine:
         plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None:
             self.on_plan(plan)
+        if self._masking.has_any(plan):
+            return self._step_masked(plan)
         launched = None if plan.is_empty else _InFlight(plan, self._launch(plan))
         if self.capacity.has_overlap:
             launched, self._in_flight = self._in_flight, launched
         return [] if launched is None else self._commit(launched)
 
     def close(self) -> None:
+        self._masking.close()
         self.runner.close()
 
+    def _step_masked(self, plan: StepPlan) -> list[EngineOutput]:
+        """With a grammar among its rows, a step is sampled once the tokens before it are known. It is forwarded before
+        that, so the device computes while masks are."""
+        outputs: list[EngineOutput] = []
+        if self.capacity.has_overlap:
+            error = self._try(plan, lambda: self.runner.forward(plan))
+            earlier, self._in_flight = self._in_flight, None
+            if earlier is not None:
+                outputs += self._commit(earlier)
+            self._masking.begin(plan)
+        else:
+            self._masking.begin(plan)
+            error = self._try(plan, lambda: self.runner.forward(plan))
+        masks = self._masking.finish()
+        outputs += [self._fail(request_id, why) for request_id, why in masks.failures.items()]
+        if error is None:
+            error = self._try(plan, lambda: self.runner.sample(masks.by_slot))
+        launched = _InFlight(plan, error)
+        if self.capacity.has_overlap:
+            self._in_flight = launched
+            return outputs
+        return outputs + self._commit(launched)
+
     def _launch(self, plan: StepPlan) -> str | None:
-        """Enqueue a step. What a backend raises ends the requests of that step, not the engine."""
-        try:
+        def launch() -> None:
             self.runner.forward(plan)
             self.runner.sample(None)
+
+        return self._try(plan, launch)
+
+    def _try(self, plan: StepPlan, enqueue: Callable[[], None]) -> str | None:
+        """Enqueue (part of) a step. What a backend raises ends the requests of that step, not the engine."""
+        try:
+            enqueue()
         except Exception as error:
             log.exception("a step of %d requests failed", len(plan.slices))
             self.runner.abandon()
@@ -139,6 +180,8 @@ class Engine:
         updates = self.scheduler.commit(step.plan, result)
         if result.is_poisoned:  # what such a request left in the cache is not to be found by another
             self.scheduler.cache.clear()
+        if self._masking:
+            updates = [self._match(update) for update in updates]
         outputs = [self._output(update) for update in updates]
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             last = next((output.error for output in outputs if output.error), "")
@@ -159,13 +202,34 @@ class Engine:
         num_slices = len(step.plan.slices)
         return StepResult(((),) * num_slices, failures=dict.fromkeys(range(num_slices), error))
 
+    def _match(self, update: TokenUpdate) -> TokenUpdate:
+        """Tell the request's matcher of its tokens. An answer that can go no further is complete, however short."""
+        if update.finish_reason not in (None, FinishReason.LENGTH):
+            return update
+        request_id = update.request_id
+        try:
+            is_complete = any(self._masking.consume(request_id, token) for token in update.tokens)
+        except Exception as error:
+            if not isinstance(error, GrammarFailed):
+                log.exception("the matcher of request %d failed", request_id)
+            self.scheduler.fail(request_id)
+            return update._replace(tokens=(), logprobs=(), finish_reason=FinishReason.ERROR, error=f"grammar: {error}")
+        if not is_complete:
+            return update
+        self.scheduler.finish(request_id, self._requests[request_id].num_output_tokens)
+        return update._replace(finish_reason=FinishReason.STOP)
+
+    def _fail(self, request_id: int, error: str) -> EngineOutput:
+        self.scheduler.fail(request_id)
+        return self._output(TokenUpdate(request_id, (), FinishReason.ERROR, error=error))
+
     def _output(self, update: TokenUpdate) -> EngineOutput:
         request = self._requests[update.request_id]
         is_first = request.num_output_tokens <= len(update.tokens)
         if self._pins and (update.tokens or update.finish_reason is not None):
             self._keep_prefixes(request, update)
         if update.finish_reason is not None:
-            del self._requests[update.request_id]
+            self._forget(update.request_id)
         return EngineOutput(
             update.request_id,
             update.tokens,

@@ -16,6 +16,7 @@ from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
 from quire.engine.build import EngineConfig, make_engine
 from quire.engine.engine import EngineOutput
+from quire.engine.grammars import Compiled, Grammars
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -48,6 +49,8 @@ class LLM:
             self.text.close()
             raise
         self.max_context = self.engine.scheduler.max_context
+        words = self.text.tokenizer, self.text.eos_token_ids
+        self.grammars = Grammars(lambda: words, self.engine.capacity.vocab_size)
         self._num_requests = 0
         self.owners: dict[int, _Run] = {}  # request id -> whose it is: calls may be nested, streams interleaved
         self.lock = threading.RLock()  # around the engine: threads may share an LLM, and then share its steps
@@ -96,6 +99,7 @@ class LLM:
 
     def close(self) -> None:
         self._is_closed = True
+        self.grammars.close()
         self.engine.close()
         self.text.close()
 
@@ -141,9 +145,11 @@ class _Run:
         llm.check_open()
         self._llm = llm
         self._engine = llm.engine
+        self._compiled: list[Compiled | None] = []  # the grammar of each request
         for number, request in enumerate(requests):
             try:
                 self._engine.check(request.prompt, request.sampling)
+                self._compiled.append(None if request.grammar is None else llm.grammars.compile(request.grammar))
             except InvalidRequest as error:
                 if len(requests) == 1:
                     raise
@@ -216,6 +222,7 @@ class _Run:
             number, index = self._todo[0]
             request = self.answers[number].request
             request_id = self._llm.next_id()
+            compiled = self._compiled[number]
             try:
                 self._engine.add(
                     request_id,
@@ -225,6 +232,7 @@ class _Run:
                     salt=request.salt,
                     parent_id=self._parents.get(number),
                     pins=() if index else request.pins,
+                    matcher=None if compiled is None else compiled.matcher(),
                 )
             except QueueFull:
                 return

@@ -74,6 +74,8 @@ class GenerationParams:
             raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries, more than {MAX_BIASES}")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("ignore_eos = True with a grammar: an answer ends where its grammar does")
         StopStrings(self.stops)  # refuses what cannot be searched for
         self.sampling(GenerationDefaults(), ())  # refuses what cannot be sampled
 

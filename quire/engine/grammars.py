@@ -1,0 +1,235 @@
+"""Grammars, compiled for one vocabulary by llguidance, and where an answer stands in one. Imports it at first use.
+
+Knows nothing of requests and steps. A compiled grammar is kept and copied for every answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
+from quire.engine.masking import GrammarFailed, Matcher
+from quire.engine.model import make_tokenizer
+from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind
+from quire.text.tokenizer import Tokenizer
+from quire.weights.opening import open_checkpoint
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_COMPILED = 256
+MAX_COMPILED_BYTES = 64 << 20
+NUM_THREADS = 2
+STACK_BYTES = 16 << 20  # of those threads: the compiler is recursive
+LIMITS: Mapping[str, Any] = {
+    "max_lexer_states": 20_000,  # one to two kB each
+    "verbose_errors": False,  # they would hold the answer so far
+}
+
+
+class Grammars:
+    """Compiles, in threads of its own, and remembers. Safe to use from several threads."""
+
+    def __init__(self, open_tokenizer: Callable[[], tuple[Tokenizer, tuple[int, ...]]], vocab_size: int) -> None:
+        """`open_tokenizer` gives a tokenizer and the model's end-of-text ids; it is called once, at the first use."""
+        self._open_tokenizer = open_tokenizer
+        self._vocab_size = vocab_size
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()  # around what follows
+        self._compiler: _Compiler | None = None
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+        self._jobs: dict[Grammar, Future[Compiled]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def find(self, grammar: Grammar) -> Compiled | None:
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+            return compiled
+
+    def submit(self, grammar: Grammar) -> Future[Compiled]:
+        """Compile in a thread. What comes of it may be a QuireError: InvalidRequest, if the grammar is at fault."""
+        with self._lock:
+            known = self._jobs.get(grammar)
+            if known is not None:
+                return known
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                job = self._jobs[grammar] = self._pool.submit(self._compile, grammar)
+            finally:
+                threading.stack_size(before)
+            return job
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """As `submit`, and wait for it."""
+        return self.find(grammar) or self.submit(grammar).result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            with self._opening:
+                if self._compiler is None:
+                    self._compiler = _Compiler(*self._open_tokenizer(), self._vocab_size)
+            compiled = self._compiler.compile(grammar)
+            with self._lock:
+                self._remember(grammar, compiled)
+            return compiled
+        finally:
+            with self._lock:
+                self._jobs.pop(grammar, None)
+
+    def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
+        self._compiled[grammar] = compiled
+        self._num_bytes += compiled.num_bytes
+        while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
+            _, oldest = self._compiled.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+
+def open_grammars(path: Path, load_format: str, vocab_size: int) -> Grammars:
+    """For a process that has the weights of a model and not yet its words."""
+    return Grammars(lambda: _open_tokenizer(path, load_format), vocab_size)
+
+
+def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int, ...]]:
+    checkpoint = open_checkpoint(path, load_format)
+    try:
+        tokenizer = make_tokenizer(path, checkpoint.tokenizer_files())
+        return tokenizer, tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *tokenizer.eos_token_ids)))
+    finally:
+        checkpoint.close()
+
+
+class Compiled:
+    """A grammar before the first token."""
+
+    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
+        self._start = start
+        self._mask_bytes = mask_bytes
+        self.num_bytes = num_bytes  # of memory, about
+
+    def matcher(self) -> Matcher:
+        """For one answer."""
+        return _LLMatcher(self._start.deep_copy(), self._mask_bytes)
+
+
+class _LLMatcher:
+    """`quire.engine.masking.Matcher`, by llguidance."""
+
+    __slots__ = ("_mask_bytes", "_matcher")
+
+    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes
+
+    def mask(self) -> bytes:
+        with _panics_told():
+            mask = self._matcher.compute_bitmask()  # without the GIL
+        if self._matcher.is_error():
+            raise GrammarFailed(tell(self._matcher.get_error()))
+        return mask[: self._mask_bytes]
+
+    def consume(self, token: int) -> bool:
+        with _panics_told():
+            is_consumed = self._matcher.consume_token(token)
+        if not is_consumed:
+            raise GrammarFailed(tell(self._matcher.get_error()))
+        return self._matcher.is_stopped()
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """A panic of the library is a BaseException of its own."""
+    try:
+        yield
+    except (QuireError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise GrammarFailed(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = vocabulary.special_token_ids
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """What the grammar leaves no choice about is written in the tokens the model itself would use."""
+        return self._tokenizer.encode_plain(text.decode() if isinstance(text, bytes) else text, at_start=False)
+
+
+class _Compiler:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ModuleNotFoundError as error:
+            raise MissingExtra(
+                f"grammar: structured answers need {error.name}: pip install 'quire[native]'", name=error.name
+            ) from error
+        if not eos_token_ids:
+            raise InvalidRequest("grammar: this model has no end-of-text token, so no answer could end")
+        vocabulary = Vocabulary(
+            tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
+            eos_token_ids=eos_token_ids,
+            special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids)),
+        )
+        self._library = llguidance
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Words(tokenizer, vocabulary)),
+            n_vocab=vocab_size,
+            eos_token=list(eos_token_ids),
+        )
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._mask_bytes = -(-vocab_size // 8)
+        self._trial = GrammarTrial(vocabulary, LIMITS)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        source = self._translate(grammar)
+        self._trial.check(source)  # in another process first: some grammars end the one they are compiled in
+        with _panics_told():
+            start = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            if start.is_error():
+                raise InvalidRequest(f"grammar: {tell(start.get_error())}")
+            start.compute_bitmask()  # what it computes, the copies need not
+        # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
+        return Compiled(start, self._mask_bytes, (128 << 10) + 50 * len(grammar.source))
+
+    def close(self) -> None:
+        self._trial.close()
+
+    def _translate(self, grammar: Grammar) -> str:
+        """As llguidance writes grammars."""
+        matcher = self._library.LLMatcher
+        if grammar.kind is GrammarKind.REGEX:
+            return matcher.grammar_from_regex(grammar.source)
+        if grammar.kind is GrammarKind.LARK:
+            return matcher.grammar_from_lark(grammar.source)
+        options: Any = {**JSON_STYLE, "lenient": grammar.is_lenient, "coerce_one_of": grammar.is_lenient}
+        try:
+            return matcher.grammar_from_json_schema(grammar.source, overrides=options)
+        except ValueError as error:
+            raise InvalidRequest(f"grammar: {tell(str(error))}") from None
