@@ -37,7 +37,10 @@ from quire.server.openai.types import (
     Model,
     ModelList,
 )
+from quire.server.page import page, page_file
 from quire.server.schema import openapi
+from quire.server.watch import BlocksQuery, Watch, WatchQuery, watch, watch_blocks
+from quire.server.watch_view import BlocksAnswer, WatchSnapshot
 
 
 class Access(Enum):
@@ -61,6 +64,7 @@ class Endpoint:
     streams: bool = False
     generates: bool = False  # refused before its body is read while there is no room
     tag: str = "server"
+    query: type[msgspec.Struct] | None = None  # the part of the address behind `?`
 
 
 async def openapi_json(call: Call) -> Response:
@@ -125,7 +129,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
     Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
     Endpoint("GET", "/docs", docs, "This list, for people."),
-    Endpoint("GET", "/", docs, "The same."),
+    Endpoint(
+        "GET", "/v1/watch", watch, "Everything at a glance, twice a second: what the page shows.",
+        answer=WatchSnapshot, streams=True, query=WatchQuery,
+    ),
+    Endpoint(
+        "GET", "/v1/watch/blocks", watch_blocks, "Who holds these blocks.", answer=BlocksAnswer, query=BlocksQuery,
+    ),
+    Endpoint("GET", "/", page, "The page: what the machine does, to look at.", access=Access.PUBLIC),
+    Endpoint("GET", "/page/{name}", page_file, "A part of it.", access=Access.PUBLIC),
 )  # fmt: skip
 
 
@@ -186,17 +198,20 @@ def _is_local(name: str) -> bool:
 class Path:
     """All methods of one path, as an ASGI application."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], models: Models, gate: Gate, limits: CallLimits) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], models: Models, watch: Watch, gate: Gate, limits: CallLimits
+    ) -> None:
         self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
         if "GET" in self._endpoints:
             self._endpoints.setdefault("HEAD", self._endpoints["GET"])
         self._first = endpoints[0]
         self._models = models
+        self._watch = watch
         self._gate = gate
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, models=self._models, limits=self._limits)
+        call = Call(scope, receive, send, models=self._models, watch=self._watch, limits=self._limits)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not what was typed: it is a label
         call.dialect = ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
@@ -229,9 +244,10 @@ def make_app(served: Models, gate: Gate, limits: CallLimits) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)
-    routes = [Route(path, Path(rows, served, gate, limits)) for path, rows in paths.items()]
+    watch = Watch(served)
+    routes = [Route(path, Path(rows, served, watch, gate, limits)) for path, rows in paths.items()]
     every = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
-    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], served, gate, limits)
+    nowhere = Path([Endpoint(method, "*", not_found, "") for method in every], served, watch, gate, limits)
     app: ASGIApp = Router(routes, redirect_slashes=False, default=nowhere)
     if gate.allowed_origins:
         app = CORSMiddleware(

@@ -32,6 +32,7 @@ from quire.server.logs import Once, log_refusal
 from quire.server.models import Models
 from quire.server.service import Service
 from quire.server.stream import EventStream
+from quire.server.watch import Watch
 from quire.server.work import ClientGone, Work
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -60,9 +61,12 @@ class CallLimits:
 
 
 class Call:
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, models: Models, limits: CallLimits) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, models: Models, watch: Watch, limits: CallLimits
+    ) -> None:
         self.request = Request(scope, receive, send)
         self.models = models
+        self.watch = watch
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect

@@ -41,6 +41,8 @@ class Route(Protocol):
     def streams(self) -> bool: ...
     @property
     def tag(self) -> str: ...
+    @property
+    def query(self) -> type[msgspec.Struct] | None: ...
 
 
 STATUSES = {
@@ -203,7 +205,7 @@ def _operation(
     }
     if route.access.name == "ADMIN":
         operation["description"] = "Needs an admin key."
-    if parameters := _parameters(route.path, examples):
+    if parameters := _parameters(route.path, examples) + _query_parameters(route.query):
         operation["parameters"] = parameters
     if route.body is not None:
         schema = schema_of[route.body]
@@ -246,6 +248,8 @@ def _statuses(route: Route) -> list[int]:
             found.add(529)
     if _PARAMETER.search(route.path):
         found.add(404)
+    if route.query is not None:
+        found |= {400, 404, 429}
     return sorted(found)
 
 
@@ -264,6 +268,19 @@ def _parameters(path: str, examples: Mapping[str, Any]) -> list[Json]:
                 parameter["example"] = examples[name]
         parameters.append(parameter)
     return parameters
+
+
+def _query_parameters(kind: type[msgspec.Struct] | None) -> list[Json]:
+    """Of the address behind `?`, from the fields of a struct that holds plain values."""
+    if kind is None:
+        return []
+    _, schemas = msgspec.json.schema_components((kind,), ref_template=_REF)
+    schema = schemas[kind.__name__]
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": field}
+        for name, field in schema["properties"].items()
+    ]
 
 
 def _example(schema: Json, examples: Mapping[str, Any]) -> Json:

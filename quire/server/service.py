@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Door, Quotas, Reading
 from quire.server.metrics import Metrics
+from quire.server.pulse import Pulse
 from quire.server.work import Caller, Work
 from quire.text.chat import ChatRequest, Message, Part, Role
 
@@ -61,6 +62,7 @@ class Service:
         self.client = connect(self._take_step)
         self.names = names
         self.metrics = metrics
+        self.pulse = Pulse()
         self.limits = limits
         self.created = int(time.time())
         self.door = Door(limits.max_queue, limits.max_queued_tokens)
@@ -85,6 +87,11 @@ class Service:
     @property
     def num_open(self) -> int:
         return self._num_open
+
+    @property
+    def works(self) -> Collection[Work]:
+        """All that have passed the bounds and are not over."""
+        return self._works
 
     # Before the body is read
 
@@ -185,6 +192,7 @@ class Service:
 
     def _take_step(self, stepped: Stepped) -> None:
         self.count(self.metrics.stepped, stepped)
+        self.count(self.pulse.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:
         """A figure that cannot be counted must not end the request it is about, nor the counting of others."""

@@ -20,6 +20,7 @@ from quire.server.errors import ApiError, from_quire
 from quire.server.limits import Ticket
 from quire.server.logs import log_request
 from quire.server.metrics import Metrics
+from quire.server.pulse import Pulse
 from quire.server.records import RequestRecord
 
 
@@ -43,6 +44,8 @@ class Host(Protocol):
     def model(self) -> str: ...
     @property
     def metrics(self) -> Metrics: ...
+    @property
+    def pulse(self) -> Pulse: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
     def close_work(self, work: Work) -> None: ...
@@ -190,6 +193,7 @@ class Work:
         self._service.close_work(self)
         if self.is_accepted:  # or it is a refusal, and counted as such
             self._service.count(self._service.metrics.finished, record)
+            self._service.count(self._service.pulse.finished, record)
             log_request(record)
 
     def _clock(self, batch: list[tuple[int, Delta]]) -> None:

@@ -80,6 +80,7 @@ class Row:
     access: Access = Access.USER
     streams: bool = False
     tag: str = "server"
+    query: type[msgspec.Struct] | None = None
 
 
 ROWS = (

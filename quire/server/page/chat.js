@@ -1,0 +1,152 @@
+// A small chat, and eight siblings: what each answer cost, and what the cache gave it.
+import { events, post } from "./net.js";
+import { byId, make, num, plural, setText } from "./dom.js";
+
+const MAX_TOKENS = 512;
+const SIBLINGS = 8;
+const WORDS = ("river stone lantern harbour winter copper meadow signal paper orchard thunder velvet mirror engine garden " +
+  "window silver candle forest bridge ocean letter marble pepper violin shadow market valley ribbon anchor").split(" ");
+
+const log = byId("log");
+let model = null;
+let maxContext = 2048;
+let turns = [];
+let under = null; // an AbortController while something runs
+
+export const useModel = (name, context) => {
+  if (model !== null && model !== name) forget();
+  model = name;
+  if (context) maxContext = context;
+};
+
+const toEnd = () => {
+  log.scrollTop = log.scrollHeight;
+};
+
+const entry = (who, text) => {
+  const words = make("p", { class: "words" }, text);
+  const node = make("article", { class: "turn " + who }, words);
+  log.append(node);
+  toEnd();
+  return { node, words };
+};
+
+const busy = (controller) => {
+  under = controller;
+  byId("send").hidden = Boolean(controller);
+  byId("stop").hidden = !controller;
+  byId("siblings").disabled = byId("forget").disabled = Boolean(controller);
+};
+
+// A bar of a prompt: what came from the cache, and what was computed.
+const bar = (part, whole, label) => {
+  const meter = make("div", { class: "share", role: "img", "aria-label": label }, make("i", {}));
+  meter.firstChild.style.width = (whole ? (100 * part) / whole : 0) + "%";
+  return meter;
+};
+
+const explain = (node, cache, usage, tookS) => {
+  const facts = make("div", { class: "facts" });
+  if (cache) {
+    facts.append(bar(cache.matched_tokens, cache.prompt_tokens, "share of the prompt from the cache"));
+    facts.append(make("p", { class: "cache" }, cache.message));
+  }
+  if (usage) {
+    const rate = tookS > 0 ? " · " + (usage.completion_tokens / tookS).toFixed(1) + " tokens/s" : "";
+    facts.append(make("p", { class: "note" }, plural(usage.completion_tokens, "token") + " in " + tookS.toFixed(1) + " s" + rate));
+  }
+  node.append(facts);
+  toEnd();
+};
+
+const fail = (node, error) => {
+  const text = error.name === "AbortError" ? "stopped" : error.message;
+  node.append(make("p", { class: error.name === "AbortError" ? "note" : "bad" }, text));
+  toEnd();
+};
+
+const send = async (text) => {
+  const controller = new AbortController();
+  busy(controller);
+  turns.push({ role: "user", content: text });
+  entry("user", text);
+  const { node, words } = entry("assistant", "");
+  let said = "", cache = null, usage = null;
+  const began = performance.now();
+  try {
+    const body = { model, messages: turns, max_tokens: MAX_TOKENS, stream: true, cache: true, stream_options: { include_usage: true } };
+    const answer = await post("v1/chat/completions", body, controller.signal);
+    for await (const data of events(answer)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      for (const choice of chunk.choices || []) said += choice.delta.content || "";
+      cache = chunk.cache || cache;
+      usage = chunk.usage || usage;
+      setText(words, said);
+      toEnd();
+    }
+    explain(node, cache, usage, (performance.now() - began) / 1000);
+  } catch (error) {
+    fail(node, error);
+  }
+  turns.push({ role: "assistant", content: said });
+  busy(null);
+};
+
+// Words in an order nobody has seen: the cache has nothing of it but the beginning of the template.
+const newPrompt = () => {
+  const numWords = Math.max(24, Math.min(400, Math.floor(maxContext / 6)));
+  const words = Array.from({ length: numWords }, () => WORDS[Math.floor(Math.random() * WORDS.length)]);
+  return "Write a story with some of these words: " + words.join(" ") + ".";
+};
+
+const oneSibling = async (prompt, signal) => {
+  const body = { model, messages: [{ role: "user", content: prompt }], max_tokens: Math.min(64, Math.floor(maxContext / 8)), ignore_eos: true, temperature: 1 };
+  return (await post("v1/chat/completions", body, signal)).json();
+};
+
+const siblings = async () => {
+  const controller = new AbortController();
+  busy(controller);
+  const prompt = newPrompt();
+  entry("user", "Eight requests with one new prompt of " + num(prompt.split(" ").length) + " words, at once: " + prompt.slice(0, 90) + " …");
+  const { node, words } = entry("assistant", "Watch the map: one of them computes the prompt, the others share its blocks.");
+  try {
+    const answers = await Promise.all(Array.from({ length: SIBLINGS }, () => oneSibling(prompt, controller.signal)));
+    const asked = answers.reduce((sum, one) => sum + one.usage.prompt_tokens, 0);
+    const shared = answers.reduce((sum, one) => sum + one.usage.prompt_tokens_details.cached_tokens, 0);
+    const answered = answers.reduce((sum, one) => sum + one.usage.completion_tokens, 0);
+    setText(words, num(SIBLINGS) + " × " + num(answers[0].usage.prompt_tokens) + " = " + num(asked) + " prompt tokens were asked for.");
+    node.append(make("div", { class: "facts" }, bar(shared, asked, "share of the prompts from the cache"),
+      make("p", { class: "cache" }, num(asked - shared) + " were computed, " + num(shared) + " shared. " + plural(answered, "token") + " answered.")));
+    toEnd();
+  } catch (error) {
+    controller.abort();
+    fail(node, error);
+  }
+  busy(null);
+};
+
+const forget = () => {
+  if (under) under.abort();
+  turns = [];
+  log.replaceChildren();
+};
+
+byId("chat-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = byId("text").value.trim();
+  if (!text || under) return;
+  byId("text").value = "";
+  send(text);
+});
+byId("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    byId("chat-form").requestSubmit();
+  }
+});
+byId("stop").addEventListener("click", () => under && under.abort());
+byId("siblings").addEventListener("click", () => under || siblings());
+byId("forget").addEventListener("click", forget);

@@ -1,0 +1,60 @@
+"""What moves in one model, counted for whoever watches. So little that it is always on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from quire.engine.wire import Stepped
+from quire.server.records import RequestRecord
+
+RECENT_S = 300.0
+MAX_RECENT = 256  # requests
+
+
+class Ttft(NamedTuple):
+    """Time to the first token, of requests that ended lately."""
+
+    num_requests: int
+    p50_s: float
+    p95_s: float
+
+
+class Pulse:
+    """Totals since the model was loaded; whoever wants rates looks twice."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_computed_tokens = 0  # prompts and answers
+        self.num_generated_tokens = 0
+        self._clock = clock
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # when it ended, its TTFT
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Tokens of prompts that were computed. The last of each brings the first of the answer, and counts there; a
+        step under way when an answer ends counts here."""
+        return max(0, self.num_computed_tokens - self.num_generated_tokens)
+
+    def stepped(self, stepped: Stepped) -> None:
+        self.num_computed_tokens += stepped.num_tokens
+        for output in stepped.outputs:
+            self.num_generated_tokens += len(output.tokens)
+
+    def finished(self, record: RequestRecord) -> None:
+        if record.ttft_s is not None:
+            self._ttfts.append((self._clock(), record.ttft_s))
+
+    def ttft(self) -> Ttft | None:
+        """None where no request has had a first token lately."""
+        since_s = self._clock() - RECENT_S
+        recent = sorted(ttft_s for at_s, ttft_s in self._ttfts if at_s >= since_s)
+        if not recent:
+            return None
+        return Ttft(len(recent), _percentile(recent, 0.50), _percentile(recent, 0.95))
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """The smallest value that this share of all does not exceed."""
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 100) * len(ordered) // 100) - 1))]

@@ -1,0 +1,322 @@
+"""`/v1/watch`: everything at a glance, some times a second, for the page, `quire top` and scripts.
+
+One clock looks for all who watch, and only while somebody does. Nothing is kept for a slow watcher: whoever is ready
+for the next snapshot gets the newest there is, so that a reader who falls behind sees fewer, and never old ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.wire import Blocks, Stats
+from quire.errors import InvalidRequest, QuireError
+from quire.server.auth import Key
+from quire.server.errors import ApiError, Kind
+from quire.server.models import Model, Models
+from quire.server.service import Service
+from quire.server.watch_view import Glance, Rates, WatchSnapshot, blocks_answer
+from quire.server.work import Work
+
+if TYPE_CHECKING:
+    from quire.server.call import Call
+
+MAX_WATCHERS = 16
+MAX_CELLS = 2000  # of a map: more than a screen shows
+MAX_VIEWED = 4096  # blocks looked at closely
+PATIENCE_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
+ONCE_PATIENCE_S = 2.0
+MAX_ASKS = 128  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+log = logging.getLogger(__name__)
+
+
+class WatchQuery(msgspec.Struct, frozen=True):
+    interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Between snapshots.")] = 500
+    once: Annotated[bool, Meta(description="One snapshot as JSON instead of a stream, after an interval.")] = False
+
+
+class BlocksQuery(msgspec.Struct, frozen=True):
+    first: Annotated[int, Meta(ge=1, le=2**31, description="The first block; they count from 1.")]
+    count: Annotated[int, Meta(ge=1, le=MAX_VIEWED)] = 1
+    model: Annotated[str | None, Meta(description="By default the first.")] = None
+
+
+async def watch(call: Call) -> Response:
+    query = parse_query(call, WatchQuery)
+    if call.request.method == "HEAD":
+        return Response(None, 200, call.headers, "text/event-stream; charset=utf-8")
+    watcher = call.watch.enter(query.interval_ms / 1000)
+    if not query.once:
+        return WatchStream(watcher, call.key, call.headers)
+    try:
+        return Response(await watcher.once(call.key), 200, call.headers, "application/json")
+    finally:
+        watcher.leave()
+
+
+async def watch_blocks(call: Call) -> Response:
+    """Who holds these blocks: asked when somebody points at them."""
+    query = parse_query(call, BlocksQuery)
+    model = call.models.find(query.model)
+    found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
+    if found is None or model.service is None:
+        raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
+    return call.json(blocks_answer(model.name, found, tuple(model.service.works), call.key))
+
+
+def parse_query(call: Call, kind: type[Q]) -> Q:
+    """The part of the address behind `?`. What it has beside is nobody's."""
+    given = dict(call.request.query_params)
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        if not name:
+            raise InvalidRequest(what.replace("Object missing required field", "the address lacks")) from None
+        raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
+
+
+class Watch:
+    """Belongs to one event loop."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._watchers: set[Watcher] = set()
+        self._reporters: dict[str, Reporter] = {}
+        self._clock: asyncio.Task[None] | None = None
+        self._ticked = asyncio.Event()  # a new one for each tick
+        self._glances: list[Glance] = []
+        self._views: dict[str, bytes] = {}  # by the name of the key: made once a tick, whoever asks
+        self._at_s = 0.0  # when the last tick was
+        self._took_s = 0.0  # from the one before to it
+        self.tick = 0  # their number; 0: none since somebody began to watch
+
+    def enter(self, interval_s: float) -> Watcher:
+        if len(self._watchers) >= MAX_WATCHERS:
+            text = f"{len(self._watchers)} watchers are here already, which is the limit"
+            raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=5.0, reason="watchers")
+        watcher = Watcher(self, interval_s)
+        self._watchers.add(watcher)
+        if self._clock is None:
+            self.tick = 0
+            self._clock = asyncio.create_task(self._run())
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+        if not self._watchers and self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+            for reporter in self._reporters.values():
+                reporter.close()
+            self._reporters = {}
+
+    async def after(self, tick: int) -> int:
+        """Wait for a tick later than that one, and say which it is."""
+        while self.tick <= tick:
+            await self._ticked.wait()
+        return self.tick
+
+    def view(self, key: Key) -> bytes:
+        """The last tick, as this key may see it."""
+        if key.name not in self._views:
+            snapshot = WatchSnapshot(
+                at=round(time.time(), 3),
+                tick=self.tick,
+                interval_ms=round(self._took_s * 1000),
+                key=key.name,
+                is_admin=key.is_admin,
+                is_draining=any(one.service is not None and one.service.is_draining for one in self._glances),
+                num_watchers=len(self._watchers),
+                models=[glance.view(key) for glance in self._glances],
+            )
+            self._views[key.name] = msgspec.json.encode(snapshot)
+        return self._views[key.name]
+
+    async def _run(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self._look()
+            except Exception:
+                log.exception("a snapshot failed")
+            ticked, self._ticked = self._ticked, asyncio.Event()
+            ticked.set()
+            interval_s = min((watcher.interval_s for watcher in self._watchers), default=1.0)
+            await asyncio.sleep(max(began_s + interval_s - time.monotonic(), 0.01))
+
+    async def _look(self) -> None:
+        models = list(self._models)
+        for model in models:
+            if model.name not in self._reporters:
+                self._reporters[model.name] = Reporter(model)
+        reporters = [self._reporters[model.name] for model in models]
+        asking = {task for reporter in reporters if (task := reporter.ask()) is not None}
+        if asking:
+            await asyncio.wait(asking, timeout=PATIENCE_S)
+        now_s = time.monotonic()
+        self._took_s = now_s - self._at_s if self.tick else 0.0
+        self._at_s = now_s
+        self._glances = [reporter.glance(now_s) for reporter in reporters]
+        self._views = {}
+        self.tick += 1
+
+    @property
+    def has_reports(self) -> bool:
+        """Every worker that serves has answered at least once."""
+        return all(reporter.has_report for reporter in self._reporters.values())
+
+
+class Watcher:
+    """Someone who watches, until they leave."""
+
+    def __init__(self, watch: Watch, interval_s: float) -> None:
+        self._watch = watch
+        self.interval_s = interval_s
+        self._last_tick = 0
+        self._due_s = 0.0
+
+    async def next(self, key: Key) -> bytes:
+        """The newest snapshot, once an interval has passed since the last and there is one they have not seen."""
+        await asyncio.sleep(max(self._due_s - time.monotonic(), 0.0))
+        self._last_tick = await self._watch.after(self._last_tick)
+        now_s = time.monotonic()
+        # A tick that comes a little late must not cost every second one.
+        self._due_s = max(self._due_s, now_s - self.interval_s / 2) + 0.9 * self.interval_s
+        return self._watch.view(key)
+
+    async def once(self, key: Key) -> bytes:
+        """A snapshot with rates in it, which takes two ticks."""
+        until_s = time.monotonic() + ONCE_PATIENCE_S + self.interval_s
+        await self._watch.after(1)
+        while not self._watch.has_reports and time.monotonic() < until_s:
+            await self._watch.after(self._watch.tick)
+        return self._watch.view(key)
+
+    def leave(self) -> None:
+        self._watch.leave(self)
+
+
+class Reporter:
+    """What one model last said of itself, and how fast it moved since the time before."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._asking: asyncio.Task[None] | None = None
+        self._stats: Stats | None = None
+        self._blocks: Blocks | None = None
+        self._said_s = 0.0
+        self._service: Service | None = None  # that all this is of
+        self._at_s = 0.0
+        self._totals = (0, 0)
+        self._completions: dict[Work, int] = {}
+
+    @property
+    def has_report(self) -> bool:
+        service = self._model.service
+        return service is None or service.client.facts is None or self._stats is not None
+
+    def ask(self) -> asyncio.Task[None] | None:
+        """Ask the worker, unless it still owes an answer. None: there is none to ask."""
+        service = self._model.service
+        if service is not self._service:
+            self.close()
+            self._service, self._stats, self._blocks, self._at_s = service, None, None, 0.0
+        if service is None or service.client.facts is None:
+            self._stats = self._blocks = None
+            return None
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._hear(service))
+        return self._asking
+
+    async def _hear(self, service: Service) -> None:
+        with suppress(QuireError):  # it has just died: what it said last stands until another is there
+            stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
+            num_asks = 1
+            while blocks is not None and blocks.num_pending and num_asks < MAX_ASKS:
+                blocks = await service.client.blocks(MAX_CELLS)
+                num_asks += 1
+            if stats is not None and blocks is not None:
+                self._stats, self._blocks, self._said_s = stats, blocks, time.monotonic()
+
+    def glance(self, now_s: float) -> Glance:
+        """For the tick of now. Rates are those since the one before."""
+        service = self._service
+        works = () if service is None else tuple(service.works)
+        totals = (0, 0)
+        if service is not None:
+            totals = service.pulse.num_prefilled_tokens, service.pulse.num_generated_tokens
+        completions = {work: work.usage.completion_tokens for work in works}
+        span_s = now_s - self._at_s if self._at_s else 0.0
+        rates, request_rates = Rates(), dict[Work, float]()
+        if span_s > 0:
+            prefill, decode = (max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True))
+            rates = Rates(prefill, decode)
+            request_rates = {
+                work: (count - self._completions.get(work, 0)) / span_s for work, count in completions.items()
+            }
+        self._at_s, self._totals, self._completions = now_s, totals, completions
+        return Glance(
+            self._model,
+            service,
+            self._stats,
+            self._blocks,
+            now_s - self._said_s if self._stats is not None else None,
+            rates,
+            request_rates,
+            None if service is None else service.pulse.ttft(),
+            works,
+        )
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        if self._service is not None:
+            self._service.client.drop_blocks()
+
+
+class WatchStream(Response):
+    """Snapshots as server-sent events, until the client leaves. Sending waits for a slow reader, and keeps nothing."""
+
+    def __init__(self, watcher: Watcher, key: Key, headers: Mapping[str, str]) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self._watcher = watcher
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        writing = asyncio.create_task(self._write_all(send))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._watcher.leave()
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.wait({writing, leaving})
+
+    async def _write_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while True:
+            frame = b"data: " + await self._watcher.next(self._key) + b"\n\n"
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

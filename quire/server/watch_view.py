@@ -1,0 +1,291 @@
+"""What `/v1/watch` says, as clients see it, and how it is made of what the server knows.
+
+Everything is in every snapshot, so whoever misses one has missed nothing. Requests of other keys are counted and not
+shown, unless the key is an admin's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from quire import __version__
+from quire.core.block_map import BlocksView, CellRun
+from quire.core.request import Priority
+from quire.engine.wire import Blocks, Running, Stats
+from quire.server.auth import Key
+from quire.server.models import Model
+from quire.server.pulse import Ttft
+from quire.server.service import Service
+from quire.server.work import Work
+
+MAX_REQUESTS_SHOWN = 100  # a model
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """Blocks by what they are. Each is exactly one of these."""
+
+    free: Annotated[int, Meta(description="Contents worthless.")]
+    cached: Annotated[int, Meta(description="Held by nobody, findable until they are taken.")]
+    in_use: Annotated[int, Meta(description="Held by one request.")]
+    shared: Annotated[int, Meta(description="Held by two requests or more.")]
+    pinned: Annotated[int, Meta(description="Kept by a pin alone.")]
+
+
+class WatchedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool, block 1 first, in cells of neighbours."""
+
+    num_blocks: int
+    block_size: Annotated[int, Meta(description="Tokens a block.")]
+    blocks_per_cell: int
+    cells: Annotated[
+        tuple[CellRun, ...],
+        Meta(description="Runs of equal cells: how many, and of each the blocks cached, in use, shared and pinned."),
+    ]
+    counts: BlockCounts
+    max_holders: Annotated[int, Meta(description="Requests that hold the block held by most.")]
+    num_pending: Annotated[int, Meta(description="Blocks that the map does not show as they are yet.")]
+
+
+class WatchedTier(msgspec.Struct, frozen=True):
+    tier: str
+    num_waiting: int
+    num_tokens: int
+    oldest_age_s: float
+
+
+class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    id: Annotated[str, Meta(description="As in the x-request-id of its answer.")]
+    key: Annotated[str, Meta(description="The name of the key it came with.")]
+    endpoint: str
+    tier: str
+    is_running: bool
+    num_samples: int
+    age_s: Annotated[float, Meta(description="Since it arrived.")]
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: Annotated[int, Meta(description="Of its contexts so far, cached ones included.")]
+    completion_tokens: int
+    tokens_per_s: float
+    num_blocks: int
+
+
+class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that is loaded. Counts are since its process began; rates are those of the last interval."""
+
+    backend: str
+    device: str
+    dtype: str
+    max_context: int
+    weight_bytes: int
+    kv_bytes: int
+    is_moving: Annotated[bool, Meta(description="Nothing is asked of it, or it was heard of lately.")]
+    num_restarts: int
+    age_s: Annotated[float | None, Meta(description="Of what the process last said; null: nothing yet.")]
+    num_running: Annotated[int, Meta(description="Samples.")]
+    num_waiting: int
+    num_steps: int
+    num_preemptions: int
+    num_evictions: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    hit_rate: float
+    num_pins: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    num_ttft: Annotated[int, Meta(description="Requests of the last five minutes that the two times are of.")]
+    ttft_s_p50: float | None
+    ttft_s_p95: float | None
+    tiers: list[WatchedTier]
+    blocks: WatchedBlocks | None
+    requests: Annotated[list[WatchedRequest], Meta(description="Those that run first, then those that wait.")]
+    num_other_requests: Annotated[int, Meta(description="Of other keys, or beyond the first hundred.")]
+
+
+class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    aliases: tuple[str, ...]
+    state: str
+    is_pinned: bool
+    num_bytes: Annotated[int, Meta(description="Held, or the estimate before the first load.")]
+    progress: Annotated[float | None, Meta(description="Of loading, 0 to 1.")]
+    num_waiting: Annotated[int, Meta(description="Requests that wait for it to load.")]
+    engine: WatchedEngine | None
+
+
+class WatchSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything at one moment."""
+
+    server: str = "quire"
+    version: str = __version__
+    at: Annotated[float, Meta(description="Seconds since 1970.")]
+    tick: int
+    interval_ms: Annotated[int, Meta(description="As long as it took since the snapshot before.")]
+    key: str
+    is_admin: bool
+    is_draining: bool
+    num_watchers: int
+    models: list[WatchedModel]
+
+
+class BlockHolder(msgspec.Struct, frozen=True):
+    id: str
+    num_blocks: int
+
+
+class BlocksAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Some blocks, looked at closely."""
+
+    model: str
+    first: int
+    num_blocks: int
+    counts: BlockCounts
+    num_tokens: int
+    max_holders: int
+    num_pins: int
+    holders: list[BlockHolder]
+    num_other_holders: Annotated[int, Meta(description="Requests of other keys.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """One model at one moment, before anyone's view of it."""
+
+    model: Model
+    service: Service | None
+    stats: Stats | None
+    blocks: Blocks | None
+    age_s: float | None
+    rates: Rates
+    request_rates: dict[Work, float]
+    ttft: Ttft | None
+    works: tuple[Work, ...]
+
+    def view(self, key: Key) -> WatchedModel:
+        model = self.model
+        return WatchedModel(
+            name=model.name,
+            aliases=model.aliases,
+            state=model.state.value,
+            is_pinned=model.is_pinned,
+            num_bytes=model.num_bytes,
+            progress=model.progress,
+            num_waiting=model.num_waiting,
+            engine=self._engine(key),
+        )
+
+    def _engine(self, key: Key) -> WatchedEngine | None:
+        service, stats, ttft = self.service, self.stats, self.ttft
+        if service is None or stats is None or (facts := service.client.facts) is None:
+            return None
+        requests = self._requests(key)
+        return WatchedEngine(
+            backend=facts.facts.backend,
+            device=facts.facts.device,
+            dtype=facts.facts.dtype,
+            max_context=service.max_context,
+            weight_bytes=facts.weight_bytes,
+            kv_bytes=facts.kv_bytes,
+            is_moving=service.client.is_moving,
+            num_restarts=service.client.num_restarts,
+            age_s=None if self.age_s is None else round(self.age_s, 3),
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_steps=stats.num_steps,
+            num_preemptions=stats.num_preemptions,
+            num_evictions=stats.cache.num_evictions,
+            num_queried_tokens=stats.cache.num_queried_tokens,
+            num_hit_tokens=stats.cache.num_hit_tokens,
+            hit_rate=round(stats.cache.hit_rate, 4),
+            num_pins=stats.cache.num_pins,
+            prefill_tokens_per_s=round(self.rates.prefill_tokens_per_s, 1),
+            decode_tokens_per_s=round(self.rates.decode_tokens_per_s, 1),
+            num_ttft=0 if ttft is None else ttft.num_requests,
+            ttft_s_p50=None if ttft is None else round(ttft.p50_s, 4),
+            ttft_s_p95=None if ttft is None else round(ttft.p95_s, 4),
+            tiers=[
+                WatchedTier(tier.name.lower(), one.num_waiting, one.num_tokens, round(one.oldest_age_s, 2))
+                for tier, one in zip(Priority, stats.tiers, strict=True)
+            ],
+            blocks=None if self.blocks is None else _blocks(self.blocks),
+            requests=requests,
+            num_other_requests=len(self.works) - len(requests),
+        )
+
+    def _requests(self, key: Key) -> list[WatchedRequest]:
+        mine = [work for work in self.works if is_shown(work, key)]
+        mine.sort(key=lambda work: (not work.is_started, work.caller.arrived_s))
+        running = {} if self.blocks is None else {one.request_id: one for one in self.blocks.running}
+        return [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
+
+    def _request(self, work: Work, running: dict[int, Running]) -> WatchedRequest:
+        usage = work.usage
+        ids = [request_id for generation in work.generations for request_id in generation.request_ids]
+        here = [running[request_id] for request_id in ids if request_id in running]
+        return WatchedRequest(
+            id=work.request_id,
+            key=work.caller.key.name,
+            endpoint=work.caller.endpoint,
+            tier=work.priority.name.lower(),
+            is_running=work.is_started,
+            num_samples=work.ask.params.n * len(work.requests),
+            age_s=round(time.monotonic() - work.caller.arrived_s, 2),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            computed_tokens=sum(one.num_computed for one in here),
+            completion_tokens=usage.completion_tokens,
+            tokens_per_s=round(self.request_rates.get(work, 0.0), 1),
+            num_blocks=sum(one.num_blocks for one in here),
+        )
+
+
+def is_shown(work: Work, key: Key) -> bool:
+    return key.is_admin or work.caller.key.name == key.name
+
+
+def _blocks(blocks: Blocks) -> WatchedBlocks:
+    return WatchedBlocks(
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        blocks_per_cell=blocks.blocks_per_cell,
+        cells=blocks.cells,
+        counts=BlockCounts(*blocks.totals),
+        max_holders=blocks.max_holders,
+        num_pending=blocks.num_pending,
+    )
+
+
+def blocks_answer(model: str, found: BlocksView, works: Sequence[Work], key: Key) -> BlocksAnswer:
+    owners = {
+        request_id: work for work in works for generation in work.generations for request_id in generation.request_ids
+    }
+    held: dict[str, int] = {}
+    num_others = 0
+    for request_id, num_blocks in found.requests:
+        work = owners.get(request_id)
+        if work is not None and is_shown(work, key):
+            held[work.request_id] = held.get(work.request_id, 0) + num_blocks
+        else:
+            num_others += 1
+    return BlocksAnswer(
+        model=model,
+        first=found.first,
+        num_blocks=found.num_blocks,
+        counts=BlockCounts(*found.states),
+        num_tokens=found.num_tokens,
+        max_holders=found.max_holders,
+        num_pins=found.num_pins,
+        holders=[BlockHolder(request_id, num_blocks) for request_id, num_blocks in held.items()],
+        num_other_holders=num_others,
+    )
