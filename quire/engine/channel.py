@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
@@ -24,6 +25,19 @@ class Channel:
         peer.setblocking(False)
         self._reader = FrameReader()
         self._writer = FrameWriter(peer)
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+
+    def wake(self) -> None:
+        """Ends the sleep in `receive`, or the next one. For other threads, once `receive` knows of them."""
+        assert self._bell is not None
+        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+            self._bell[1].send(b"!")
+
+    def expect_wake(self) -> None:
+        if self._bell is None:
+            self._bell = socket.socketpair()
+            for end in self._bell:
+                end.setblocking(False)
 
     def send(self, message: FromWorker) -> None:
         try:
@@ -34,7 +48,7 @@ class Channel:
             raise Gone
 
     def receive(self, timeout_s: float | None) -> list[ToWorker]:
-        """All that has arrived. Where nothing has, sleeps until something does, or so long; None: for ever."""
+        """All that has arrived. Where nothing has, sleeps until something does, or so long; None: until `wake`."""
         messages: list[ToWorker] = []
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -42,10 +56,14 @@ class Channel:
             if messages:
                 left_s = 0.0
             writing = [self._peer] if self._writer.num_unsent else []
-            readable, writable, _ = select.select([self._peer], writing, [], left_s)
+            reading = [self._peer] if self._bell is None else [self._peer, self._bell[0]]
+            readable, writable, _ = select.select(reading, writing, [], left_s)
             if writable:
                 self._flush()
-            if readable:
+            if self._bell is not None and self._bell[0] in readable:
+                self._bell[0].recv(4096)
+                until_s = 0.0
+            if self._peer in readable:
                 messages += [message for frame in self._read() if (message := self._decode(frame)) is not None]
             elif left_s == 0.0:
                 return messages

@@ -26,7 +26,9 @@ from quire.core.step import StepPlan
 from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
 from quire.engine.channel import Channel, Gone
 from quire.engine.collector import calm_collector
+from quire.engine.compiling import SIGN_OF_LIFE_S, Compilations
 from quire.engine.engine import Engine, EngineOutput
+from quire.engine.grammars import Compiled, Grammars, open_grammars
 from quire.engine.wire import (
     Add,
     Begun,
@@ -57,7 +59,7 @@ from quire.engine.wire import (
     ViewBlocks,
     Working,
 )
-from quire.errors import InvariantViolation, QuireError
+from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
@@ -106,9 +108,9 @@ class Pace:
 
 
 class Worker:
-    """`observer` is the one the engine's scheduler was made with."""
+    """`observer` is the one the engine's scheduler was made with. Without `grammars` it takes none."""
 
-    def __init__(self, channel: Channel, engine: Engine, observer: Observer) -> None:
+    def __init__(self, channel: Channel, engine: Engine, observer: Observer, grammars: Grammars | None = None) -> None:
         self._channel = channel
         self._engine = engine
         self._observer = observer
@@ -120,6 +122,8 @@ class Worker:
         self._last_step_s = 0.0
         self._is_audited = True  # nothing has happened since
         self._is_preparing = True  # the runner may have something to make ready while nobody waits
+        self._grammars = grammars
+        self._compilations: Compilations | None = None  # from the first grammar on
         self._map: BlockMap | None = None  # while somebody looks at it
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
@@ -151,6 +155,8 @@ class Worker:
         while True:
             messages = self._channel.receive(self._sleep_s())
             self._handle(messages)
+            if self._compilations:
+                self._take_compiled(self._compilations)
             if self._engine.has_work:
                 self._step()
             elif self._is_preparing:
@@ -166,6 +172,8 @@ class Worker:
         """How long to wait for orders. None: for ever, because idle costs nothing."""
         if self._engine.has_work or self._is_preparing:
             return 0.0
+        if self._compilations:
+            return SIGN_OF_LIFE_S
         return None if self._is_audited else max(self._last_step_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
 
     # Steps
@@ -223,6 +231,35 @@ class Worker:
     # Orders
 
     def _add(self, message: Add) -> None:
+        if message.grammar is None:
+            self._admit(message, None)
+            return
+        try:
+            if self._grammars is None:
+                raise InvalidRequest("grammar: this worker takes none")
+            self._engine.check(message.prompt, message.sampling)
+            compiled = self._grammars.find(message.grammar)
+            if compiled is None:
+                if self._compilations is None:
+                    self._channel.expect_wake()
+                    self._compilations = Compilations(self._grammars, self._channel.wake)
+                self._compilations.add(message)
+                return
+        except QuireError as error:
+            self._refuse(message, error)
+        else:
+            self._admit(message, compiled)
+
+    def _take_compiled(self, compilations: Compilations) -> None:
+        for message, outcome in compilations.take():
+            if isinstance(outcome, QuireError):
+                self._refuse(message, outcome)
+            else:
+                self._admit(message, outcome)
+        if compilations.is_sign_due():
+            self._channel.send(Working(PATIENCE_FACTOR * SIGN_OF_LIFE_S))
+
+    def _admit(self, message: Add, compiled: Compiled | None) -> None:
         """All samples or none."""
         added: list[int] = []
         try:
@@ -235,14 +272,20 @@ class Worker:
                     salt=message.salt,
                     parent_id=message.request_ids[0] if index else None,
                     pins=() if index else message.pins,
+                    matcher=None if compiled is None else compiled.matcher(),
                 )
                 added.append(request_id)
         except QuireError as error:
             for request_id in added:
                 self._engine.cancel(request_id)
-            self._channel.send(Refused(message.request_ids, type(error).__name__, str(error)))
+            self._refuse(message, error)
+
+    def _refuse(self, message: Add, error: QuireError) -> None:
+        self._channel.send(Refused(message.request_ids, type(error).__name__, str(error)))
 
     def _cancel(self, message: Cancel) -> None:
+        if self._compilations:
+            self._compilations.cancel(message.request_id)
         self._engine.cancel(message.request_id)
 
     def _finish(self, message: Finish) -> None:
@@ -267,7 +310,7 @@ class Worker:
                 message.query_id,
                 cache=scheduler.cache.stats(),
                 num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
+                num_waiting=len(scheduler.waiting) + len(self._compilations or ()),
                 tiers=tier_stats(scheduler.waiting, self._engine.clock()),
                 num_preemptions=self._observer.num_preemptions,
                 num_steps=self._num_steps,
@@ -367,7 +410,8 @@ def _load_and_run(channel: Channel) -> int:
     with _timed(timings_s, "weights"):
         engine = make_engine(Path(first.path), first.config, _Throttled(channel), observer)
     try:
-        worker = Worker(channel, engine, observer)
+        grammars = open_grammars(Path(first.path), first.config.load_format, engine.capacity.vocab_size)
+        worker = Worker(channel, engine, observer, grammars)
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
