@@ -1,4 +1,4 @@
-"""`quire serve`: a model behind the OpenAI and Anthropic protocols.
+"""`quire serve`: models behind the OpenAI and Anthropic protocols.
 
 Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file, in that order.
 """
@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +21,8 @@ import typer
 
 from quire.cli import loading
 from quire.cli.hello import say_hello
+from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.errors import InvalidRequest, MissingExtra
-from quire.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from quire.server.config import ServeConfig
@@ -46,6 +47,8 @@ FLAGS = {
     "slow_reader_s": "--slow-client-timeout",
     "keep_alive_s": "--keep-alive-interval",
     "hang_limit_s": "--hang-limit",
+    "idle_unload_s": "--idle-unload",
+    "memory_bytes": "--memory",
 }
 Opt = typer.Option
 Texts = list[str] | None
@@ -59,18 +62,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Values of the YAML file become defaults, so that flags and the environment go before them."""
     if path is None:
         return None
-    import msgspec
-
-    try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any] | None) or {}
-    except OSError as error:
-        raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
-    except ImportError as error:
-        raise MissingExtra("--config needs PyYAML: pip install 'quire[server]'", name=error.name) from None
-    except ValueError as error:
-        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
     known = {parameter.name for parameter in context.command.params}
-    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    values = read_file(path)
+    values.pop("models", None)  # `list_models` reads them
     for name in values:
         if name not in known or name == "config":
             raise InvalidRequest(f"--config {str(path)!r}: {name!r} is not an option of `quire serve`")
@@ -82,16 +76,21 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     for name in repeatable & values.keys():
         if isinstance(values[name], str):
             values[name] = [values[name]]
+    if isinstance(values.get("model"), str):
+        values["model"] = [values["model"]]
     context.default_map = {**(context.default_map or {}), **values}
     return path
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A name, a folder or a .gguf file.", envvar="QUIRE_MODEL")] = None,
+    model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
     model_option: Annotated[str | None, Opt("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
     config: Annotated[Path | None, Opt(help="YAML file of options.", is_eager=True, callback=read_config)] = None,
     host: Annotated[str, Opt(help="Where to listen. Anything but this machine needs a key.")] = "127.0.0.1",
     port: Annotated[int, Opt(help="0: any free one.")] = 8000,
+    models_dir: Annotated[Path | None, Opt(help="Serve every model in this folder.")] = None,
+    memory: Annotated[str | None, Opt(metavar="SIZE", help="For weights and KV of all models, like 8G.")] = None,
+    idle_unload: Annotated[float | None, Opt(help="Seconds after which an unused model is unloaded.")] = None,
     served_model_name: Annotated[Texts, _many("Names clients may use")] = None,
     api_key: Annotated[Texts, _many("Who has it may ask")] = None,
     admin_api_key: Annotated[Texts, _many("Who has it may also clear and pin")] = None,
@@ -135,7 +134,7 @@ def serve(
     log_format: Annotated[str, Opt(help="text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Ask it something once it is up, and show what the cache did.")] = False,
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients. Each option is also QUIRE_NAME in the environment."""
+    """Serve models to OpenAI and Anthropic clients. Each option is also QUIRE_NAME in the environment."""
     options = dict(locals())
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server has its own: nothing is under way yet
         signal.signal(number, _leave)
@@ -172,9 +171,11 @@ def _warn_of_strangers() -> None:
 def _serve(options: dict[str, Any]) -> None:
     _warn_of_strangers()
     named = options.pop("model_option")
-    if named is not None and options["model"] is not None:
-        raise InvalidRequest(f"--model {named!r} and {options['model']!r}: name one model")
-    options["model"] = options["model"] or named
+    if named is not None and options["model"]:
+        raise InvalidRequest(
+            f"--model {named!r} and {options['model'][0]!r}: name one model, or several without --model"
+        )
+    options["model"] = [named] if named is not None else options["model"] or models_from_environment()
     try:
         from quire.server.logs import setup_logging
         from quire.server.run import run
@@ -193,7 +194,7 @@ def _serve(options: dict[str, Any]) -> None:
             say_hello(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
 
     bar = ExitStack()
-    progress = bar.enter_context(loading.loading_bar(config.names[0]))
+    progress = bar.enter_context(loading.loading_bar(config.models[0].names[0]))
     with bar, options_named():
         run(config, on_ready=on_ready, on_loading=progress)
 
@@ -223,11 +224,10 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         patience_s=options["patience"],
         is_caching=options["enable_prefix_caching"],
     )
+    memory = options["memory"]
     draft = ServeConfig(
-        path=Path(),
-        names=tuple(options["served_model_name"] or (_served_name(options["model"]),)),
-        root=_served_name(options["model"]),
-        engine=engine,
+        models=list_models(options, engine),
+        memory_bytes=None if memory is None else loading.parse_bytes("--memory", memory),
         host=options["host"],
         port=options["port"],
         api_keys=tuple(options["api_key"] or ()),
@@ -255,22 +255,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         log_level=options["log_level"],
         log_format=options["log_format"],
     )
-    return with_model(draft, options["model"])
-
-
-def with_model(config: ServeConfig, model: str | None) -> ServeConfig:
-    from dataclasses import replace
-
-    return replace(config, path=loading.locate(model))
-
-
-def _served_name(model: str | None) -> str:
-    """What clients call it: its name, or the name of its file or folder."""
-    name = model or DEFAULT_MODEL
-    if Path(name).exists():
-        found = Path(name).resolve()
-        return found.stem if found.is_file() else found.name
-    return name
+    return replace(draft, models=locate_all(draft.models))
 
 
 def announce(startup: Startup) -> None:
@@ -284,8 +269,9 @@ def announce(startup: Startup) -> None:
     lines = [
         f"quire serves {startup.model} at {config.url}",
         "",
+        *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
-        f"  memory     weights {_gb(ready.weight_bytes)}, KV cache {_gb(ready.kv_bytes)}: {tokens} ({_why(config)})",
+        f"  memory     weights {_gb(ready.weight_bytes)}, KV cache {_gb(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         f"  takes      {capacity.max_seqs} requests at once, up to {ready.max_context:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
@@ -303,11 +289,26 @@ def announce(startup: Startup) -> None:
     sys.stdout.flush()
 
 
-def _why(config: ServeConfig) -> str:
-    if config.engine.num_blocks is not None:
+def _others(startup: Startup) -> list[str]:
+    """Where there are several: who they are, and what they share."""
+    lines: list[str] = []
+    others = [model.names[0] for model in startup.config.models[1:]]
+    if others:
+        lines.append(f"  others     {', '.join(others)}: loaded when they are first asked for")
+    if startup.memory_bytes is not None:
+        why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
+        lines.append(f"  budget     {_gb(startup.memory_bytes)} for the weights and KV of all models ({why})")
+    return lines
+
+
+def _why(startup: Startup) -> str:
+    engine = startup.config.models[0].engine
+    if engine.num_blocks is not None:
         return "--num-blocks"
-    if config.engine.kv_bytes is not None:
+    if engine.kv_bytes is not None:
         return "--kv-memory"
+    if startup.memory_bytes is not None:
+        return "its share of the budget; --kv-memory sets it"
     return "chosen by free memory; --kv-memory sets it"
 
 

@@ -202,9 +202,15 @@ class Manager:
         self._change.set()
         self._watch_idle(seat)
 
+    def refuse(self) -> None:
+        """Whoever waits, and whoever comes: the end is near."""
+        self._is_closed = True
+        for seat in self.seats:
+            self._fail_waiters(seat, LoadFailed("the server is shutting down"))
+
     async def close(self) -> None:
         """Everything, at once."""
-        self._is_closed = True
+        self.refuse()
         for seat in self.seats:
             if seat.idle_timer is not None:
                 seat.idle_timer.cancel()
@@ -214,8 +220,7 @@ class Manager:
         tasks = [task for seat in self.seats for task in (seat.loading, seat.leaving) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        for seat in self.seats:
-            self._fail_waiters(seat, LoadFailed("the server is shutting down"))
+        self.refuse()
         await asyncio.gather(*(self._close(seat) for seat in self.seats if seat.is_loaded))
 
     def eta_s(self, seat: Seat, progress: float | None) -> float | None:

@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import cache, ops
+from quire.server import cache, ops, residents
 from quire.server.anthropic import messages as anthropic
 from quire.server.anthropic.errors import ANTHROPIC
 from quire.server.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -68,7 +68,7 @@ class Endpoint:
 
 
 async def openapi_json(call: Call) -> Response:
-    body = await asyncio.to_thread(_openapi_bytes, call.service.model)
+    body = await asyncio.to_thread(_openapi_bytes, call.models.default.name)
     return Response(body, 200, call.headers, "application/json")
 
 
@@ -95,6 +95,22 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ResponsesRequest, ResponseObject, streams=True, generates=True, tag="openai",
     ),
     Endpoint("GET", "/v1/models", models.list_models, "The models served here.", answer=ModelList, tag="openai"),
+    Endpoint(
+        "POST", "/v1/models/load", residents.load, "Load a model now.",
+        residents.LoadRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+    ),
+    Endpoint(
+        "POST", "/v1/models/unload", residents.unload, "Unload a model when its requests have ended.",
+        residents.UnloadRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+    ),
+    Endpoint(
+        "POST", "/v1/models/pin", residents.pin, "Keep a model loaded, once it is, whoever needs room.",
+        residents.PinRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+    ),
+    Endpoint(
+        "POST", "/v1/models/unpin", residents.unpin, "Let it go when room is needed.",
+        residents.PinRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+    ),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One of them.", answer=Model, tag="openai"),
     Endpoint(
         "POST", "/v1/messages", anthropic.messages, "Answer a conversation, Anthropic's way.",
@@ -108,10 +124,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST", "/v1/cache/explain", cache.explain, "What the cache would give a prompt, and why not more.",
         cache.ExplainRequest, cache.Explanation, tag="cache",
     ),
-    Endpoint("GET", "/v1/cache/stats", cache.stats, "Pool and cache.", answer=cache.CacheStatsView, tag="cache"),
+    Endpoint(
+        "GET", "/v1/cache/stats", cache.stats, "Pool and cache.", answer=cache.CacheStatsView, tag="cache",
+        query=cache.ModelQuery,
+    ),
     Endpoint(
         "POST", "/v1/cache/clear", cache.clear, "Forget all cached content and all pins.",
-        answer=cache.Cleared, access=Access.ADMIN, tag="cache",
+        answer=cache.Cleared, access=Access.ADMIN, tag="cache", query=cache.ModelQuery,
     ),
     Endpoint(
         "POST", "/v1/cache/pin", cache.pin, "Keep a prompt's cached blocks for a time.",
@@ -229,7 +248,7 @@ class Path:
                 call.headers["allow"] = ", ".join(sorted(self._endpoints))
                 raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here")
             if endpoint.generates:
-                call.service.check_open()
+                call.models.check_open()
             return await endpoint.handler(call)
 
         return handle

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from quire.backends.base import Capacity
     from quire.server.call import Call
+    from quire.server.service import Service
 
 DEFAULT_TTL_S = 300.0
 
@@ -52,6 +53,13 @@ class PinRequest(ExplainRequest, frozen=True, kw_only=True):
 
 class UnpinRequest(msgspec.Struct, frozen=True):
     id: PinId
+    model: str | None = None
+
+
+class ModelQuery(msgspec.Struct, frozen=True):
+    """Which one; the default if it is not said."""
+
+    model: str | None = None
 
 
 class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,17 +102,20 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 async def explain(call: Call) -> Response:
     """A dry run: what the cache would give this prompt now, and why not more."""
-    tokens, salt = await _prompt(call, await call.body(ExplainRequest))
-    return call.json(view(await call.service.client.explain(tokens, salt), len(tokens)))
+    body = await call.body(ExplainRequest)
+    service = _service(call, body.model)
+    tokens, salt = await _prompt(call, service, body)
+    return call.json(view(await service.client.explain(tokens, salt), len(tokens)))
 
 
 async def stats(call: Call) -> Response:
-    found = await call.service.client.stats()
+    service = _service(call, call.request.query_params.get("model"))
+    found = await service.client.stats()
     if found is None:
-        raise _not_loaded()
+        raise _not_loaded(service.model)
     answer = CacheStatsView(
-        model=call.service.model,
-        block_size=_capacity(call).block_size,
+        model=service.model,
+        block_size=_capacity(service).block_size,
         hit_rate=found.cache.hit_rate,
         num_running=found.num_running,
         num_waiting=found.num_waiting,
@@ -115,45 +126,55 @@ async def stats(call: Call) -> Response:
 
 async def clear(call: Call) -> Response:
     """For the keeper: forget all that is cached, pins included. Requests under way keep what they have."""
-    _capacity(call)
-    await call.service.client.clear_cache()
+    service = _service(call, call.request.query_params.get("model"))
+    _capacity(service)
+    await service.client.clear_cache()
     return call.json(Cleared(cleared=True))
 
 
 async def pin(call: Call) -> Response:
     """For the keeper: hold on to what is cached of this prompt. Computes nothing: send the prompt first."""
     body = await call.body(PinRequest)
-    tokens, salt = await _prompt(call, body)
+    service = _service(call, body.model)
+    tokens, salt = await _prompt(call, service, body)
     pin_id = _content_id(tokens, salt) if body.id is None else body.id
     _check_id(pin_id)
-    _capacity(call)
+    _capacity(service)
     ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
-    return call.json(Pinned(pin_id, await call.service.client.pin(pin_id, tokens, salt, ttl_s)))
+    return call.json(Pinned(pin_id, await service.client.pin(pin_id, tokens, salt, ttl_s)))
 
 
 async def unpin(call: Call) -> Response:
     body = await call.body(UnpinRequest)
     _check_id(body.id)
-    _capacity(call)
-    return call.json(Unpinned(unpinned=await call.service.client.unpin(body.id)))
+    service = _service(call, body.model)
+    _capacity(service)
+    return call.json(Unpinned(unpinned=await service.client.unpin(body.id)))
 
 
-def _capacity(call: Call) -> Capacity:
+def _service(call: Call, name: str | None) -> Service:
+    """Of a model that is loaded: asking after its cache loads none, for then there would be nothing in it."""
+    model = call.models.find(name)
+    if model.service is None:
+        raise _not_loaded(model.name)
+    return model.service
+
+
+def _capacity(service: Service) -> Capacity:
     """Of the worker that serves. Without one there is no cache to change."""
-    if (capacity := call.service.client.capacity) is None:
-        raise _not_loaded()
+    if (capacity := service.client.capacity) is None:
+        raise _not_loaded(service.model)
     return capacity
 
 
-def _not_loaded() -> ApiError:
-    return ApiError(Kind.UNAVAILABLE, "the model is being loaded", retry_after_s=5.0, reason="loading")
+def _not_loaded(name: str) -> ApiError:
+    text = f"{name} is not loaded, or is being loaded: there is no cache"
+    return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
-async def _prompt(call: Call, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
+async def _prompt(call: Call, service: Service, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
-    service = call.service
     ask = to_ask(body)
-    service.check_model(ask.model)
     tokens = await service.encode(ask.prompts[0])
     if len(tokens) > service.max_context:
         raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_context} of the context")

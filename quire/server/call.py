@@ -29,7 +29,7 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
 from quire.server.limits import Budget
 from quire.server.logs import Once, log_refusal
-from quire.server.models import Models
+from quire.server.models import Model, Models
 from quire.server.service import Service
 from quire.server.stream import EventStream
 from quire.server.watch import Watch
@@ -84,12 +84,16 @@ class Call:
         self._gone: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Work] | None = None
         self._work: Work | None = None
+        self.model = models.default  # whose figures it counts in
+        self._held: list[Model] = []  # kept loaded until it is over
 
     @property
     def service(self) -> Service:
-        """Of the default model."""
-        assert self.models.default.service is not None
-        return self.models.default.service
+        """Of the model that this call has opened or used; before that, of the default."""
+        if (service := self.model.service) is None:
+            text = f"{self.model.name} is not loaded"
+            raise ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
+        return service
 
     @property
     def is_accepted(self) -> bool:
@@ -101,14 +105,14 @@ class Call:
     async def body(self, kind: type[T]) -> T:
         """The body as this struct. Names unknown fields in a header, once in the log, and takes them for nothing."""
         self.fields = frozenset(known.encode_name for known in msgspec.structs.fields(kind))
-        with self.service.reading(self._limits.max_all_bytes) as budget:
+        with self.models.reading(self._limits.max_all_bytes) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             return self._decode(data, kind)
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         """On the event loop, so bounded: by the number of values, not of bytes, for those are what takes time."""
-        most = max(MAX_VALUES, 2 * self.service.max_context)
+        most = max(MAX_VALUES, 2 * self.models.max_context)
         if data.count(b",") > most:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {most} values")
         try:
@@ -162,7 +166,8 @@ class Call:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
     async def open(self, ask: Ask) -> Work:
-        """Hand the ask to the service, unless the client leaves first."""
+        """Hand the ask to the model it names, unless the client leaves first."""
+        self.model = self.models.find(ask.model)
         self._opening = opening = asyncio.ensure_future(self.models.open(ask, self))
         gone = self._gone
         assert gone is not None, "the body comes first"
@@ -176,6 +181,30 @@ class Call:
             raise ClientGone
         self._work = opening.result()
         return self._work
+
+    async def use(self, name: str | None) -> Service:
+        """The service of a model, loaded if it is not: it stays until this call is over."""
+        self.model = model = self.models.find(name)
+        if model not in self._held:
+            holding = asyncio.create_task(self.models.hold(model))
+            try:
+                await self.wait_for(holding)
+            finally:
+                if not holding.done():
+                    holding.cancel()
+                    await asyncio.wait({holding})
+                if not holding.cancelled() and holding.exception() is None:
+                    self._held.append(model)
+        return self.service
+
+    async def wait_for(self, task: asyncio.Task[None]) -> None:
+        """Until it is done, or the client is gone: then it goes on without."""
+        gone = self._gone
+        assert gone is not None, "the body comes first"
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientGone
+        task.result()
 
     async def result(self, work: Work) -> list[GenerationOutput]:
         """The whole answers. If the client leaves, the work is cancelled at once."""
@@ -227,6 +256,9 @@ class Call:
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+        for model in self._held:
+            self.models.release(model)
+        self._held.clear()
         opening = self._opening
         if opening is not None and not opening.cancelled() and opening.exception() is None:
             opening.result().close()
@@ -252,7 +284,7 @@ async def answer(call: Call, handler: Handler) -> Response | None:
 
 
 async def _refuse(call: Call, error: ApiError) -> Response:
-    call.service.metrics.rejected(error.reason)
+    call.model.metrics.rejected(error.reason)
     if not call.is_accepted:  # or its own line tells
         key_name = call.key.name if hasattr(call, "key") else None
         log_refusal(call.request_id, call.endpoint, key_name, call.dialect.status(error), error.reason, error.param)

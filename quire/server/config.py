@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
+from quire.core.request import Priority
 from quire.engine.build import EngineConfig
 from quire.engine.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
@@ -17,12 +18,35 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
 
+def _check_seconds(name: str, value: float, low_s: float = 0.01) -> None:
+    if not math.isfinite(value) or not low_s <= value <= 86_400:
+        raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most a day")
+
+
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
-    path: Path  # of the model
+class ModelConfig:
+    """One model of a server."""
+
+    path: Path
     names: tuple[str, ...]  # it is served as; the first one is said in answers
     root: str = ""  # what it is called itself
     engine: EngineConfig = field(default_factory=EngineConfig)
+    is_pinned: bool = False  # never unloaded to make room, or for being idle
+    is_preloaded: bool = False  # at the start, as the first one is
+    idle_unload_s: float | None = None
+    priority: Priority | None = None  # of requests that ask for none; None: their key's
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
+            raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
+        if self.idle_unload_s is not None:
+            _check_seconds("idle_unload_s", self.idle_unload_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    models: tuple[ModelConfig, ...]  # the first one is the default
+    memory_bytes: int | None = None  # for weights and KV of all; None: one takes what it likes, several share most
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -65,16 +89,13 @@ class ServeConfig:
             *("queue_timeout_s", "drain_s", "body_timeout_s", "header_timeout_s"),
             *("slow_reader_s", "keep_alive_s", "hang_limit_s"),
         ):
-            value = getattr(self, name)
-            if not math.isfinite(value) or not (0 if name == "drain_s" else 0.01) <= value <= 86_400:
-                raise InvalidRequest(f"{name} = {value!r} is not a number of seconds above 0 and at most a day")
+            _check_seconds(name, getattr(self, name), low_s=0 if name == "drain_s" else 0.01)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if self.metrics_compat is not None and self.metrics_compat not in COMPAT:
             raise InvalidRequest(f"metrics_compat = {self.metrics_compat!r} is not one of {', '.join(COMPAT)}")
-        if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
-            raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
+        self._check_models()
         self._check_tls()
         self._check_exposure()
 
@@ -97,6 +118,19 @@ class ServeConfig:
         host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
         scheme = "http" if self.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def _check_models(self) -> None:
+        if not self.models:
+            raise InvalidRequest("models: there is none to serve")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise InvalidRequest(f"memory_bytes = {self.memory_bytes!r} is no size of a memory")
+        owners: dict[str, ModelConfig] = {}
+        for model in self.models:
+            for name in model.names:
+                if name in owners:
+                    whose = "twice by one" if owners[name] is model else f"by {owners[name].path} and {model.path}"
+                    raise InvalidRequest(f"models: the name {name!r} is used {whose}; give one of them another name")
+                owners[name] = model
 
     def _check_tls(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

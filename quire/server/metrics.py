@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.request import Priority
+from quire.engine.manager import ModelState, Seat
 from quire.engine.wire import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
@@ -72,6 +73,9 @@ GAUGES = {
     "queue_requests": _Spec("Samples of a tier that wait.", ("tier",)),
     "queue_tokens": _Spec("Tokens still to be computed for the samples of a tier that wait.", ("tier",)),
     "engine_moving": _Spec("1 while the worker serves and its loop moves, else 0."),
+    "model_state": _Spec("1 for the state the model is in, 0 for the others.", ("state",)),
+    "model_bytes": _Spec("Memory that the model's weights and KV cache hold."),
+    "model_requests_waiting": _Spec("Requests that wait for the model to be loaded."),
 }
 COUNTERS = {
     "prompt_tokens": _Spec("Prompt tokens of requests that are over, found in the cache or computed."),
@@ -85,6 +89,9 @@ COUNTERS = {
     "requests_rejected": _Spec("Requests answered with an error.", ("reason",)),
     "invariant_violations": _Spec("Laws of the core found broken: bugs."),
     "worker_restarts": _Spec("Workers started after the first."),
+    "model_loads": _Spec("Times the model was loaded."),
+    "model_load_failures": _Spec("Times it could not be."),
+    "model_unloads": _Spec("Times it was unloaded."),
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": _HistogramSpec("From arrival to the first token.", _TTFT_S),
@@ -126,6 +133,7 @@ REASONS = frozenset(
     {
         *(kind.name.lower() for kind in Kind),
         *("queue_full", "queue_tokens", "queue_timeout", "body_bytes", "draining", "loading", "restarting", "internal"),
+        *("load_failed", "model_too_large", "unloading", "watchers"),
         *("origin", "host", "unsupported_parameter", "unsupported_value"),
         *("key_max_requests", "key_requests_per_minute", "key_tokens_per_minute"),
     }
@@ -155,22 +163,30 @@ class Histogram:
         family.add_metric(labels, buckets, self._sum)
 
 
-class _Histograms(Collector):
+class _Histograms:
+    """One model's."""
+
     def __init__(self, labels: tuple[str, ...]) -> None:
-        self._labels = labels
-        self._all: dict[str, dict[tuple[str, ...], Histogram]] = {
+        self.labels = labels
+        self.all: dict[str, dict[tuple[str, ...], Histogram]] = {
             name: {values: Histogram(spec.bounds) for values in ([(tier,) for tier in TIERS] if spec.labels else [()])}
             for name, spec in HISTOGRAMS.items()
         }
 
     def one(self, name: str, *values: str) -> Histogram:
-        return self._all[name][values]
+        return self.all[name][values]
+
+
+class _AllHistograms(Collector):
+    def __init__(self) -> None:
+        self.models: list[_Histograms] = []
 
     def collect(self) -> Iterator[Metric]:
         for name, spec in HISTOGRAMS.items():
             family = HistogramMetricFamily(_OURS + name, spec.text, labels=(*_LABELS, *spec.labels))
-            for values, histogram in self._all[name].items():
-                histogram.add_to(family, (*self._labels, *values))
+            for model in self.models:
+                for values, histogram in model.all[name].items():
+                    histogram.add_to(family, (*model.labels, *values))
             yield family
 
 
@@ -195,28 +211,62 @@ class _Mirror(Collector):
                 yield mirrored
 
 
-class Metrics:
-    def __init__(self, model_name: str, *, compat: str | None = None) -> None:
+class Exposition:
+    """The families, each with a series for every model."""
+
+    def __init__(self, compat: str | None = None) -> None:
         if compat is not None and compat not in COMPAT:
             raise InvalidRequest(f"metrics_compat = {compat!r} is not one of {', '.join(COMPAT)}")
-        self._labels = (model_name.encode("utf-8", "backslashreplace").decode(), _ENGINE)
-        self._registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         self._mirror = CollectorRegistry() if compat else None
         if self._mirror is not None:
-            self._mirror.register(_Mirror(self._registry, f"{compat}:", VLLM))
-        self._gauges = {
-            name: Gauge(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=self._registry)
+            self._mirror.register(_Mirror(registry, f"{compat}:", VLLM))
+        self.gauges = {
+            name: Gauge(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
             for name, spec in GAUGES.items()
         }
-        self._counters = {
-            name: Counter(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=self._registry)
+        self.counters = {
+            name: Counter(_OURS + name, spec.text, (*_LABELS, *spec.labels), registry=registry)
             for name, spec in COUNTERS.items()
         }
+        self.histograms = _AllHistograms()
+        registry.register(self.histograms)
+
+    def render(self) -> tuple[bytes, str]:
+        """The text and its content type."""
+        text = generate_latest(self._registry)
+        if self._mirror is not None:
+            text += generate_latest(self._mirror)
+        return text, CONTENT_TYPE
+
+
+class Worker(Protocol):
+    """What is to be known of whoever runs the model."""
+
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def is_moving(self) -> bool: ...
+    @property
+    def facts(self) -> Ready | None: ...
+
+
+class Metrics:
+    """One model's. They outlive its workers and its loads."""
+
+    def __init__(self, model_name: str, *, exposition: Exposition | None = None) -> None:
+        self._labels = (model_name.encode("utf-8", "backslashreplace").decode(), _ENGINE)
+        exposition = exposition or Exposition()
+        self.exposition = exposition
+        self._gauges, self._counters = exposition.gauges, exposition.counters
         self._histograms = _Histograms(self._labels)
-        self._registry.register(self._histograms)
+        exposition.histograms.models.append(self._histograms)
+        self._config_labels: tuple[str, ...] | None = None
         self._last: Stats | None = None
         self._num_restarts = 0  # that we counted
         self._worker = 0  # num_restarts of the worker that the last stats are of
+        self._seat_counts: dict[str, int] = {}  # that we counted
         self._bind()
 
     def _bind(self) -> None:
@@ -234,6 +284,11 @@ class Metrics:
         self._token = self._histograms.one("inter_token_latency_seconds")
         self._step = self._histograms.one("step_seconds")
         self._step_tokens = self._histograms.one("iteration_tokens_total")
+        self._rest()
+        for name in ("model_bytes", "model_requests_waiting"):
+            self._set(name, 0)
+
+    def _rest(self) -> None:
         for name in ("num_requests_running", "num_requests_waiting", "engine_moving"):
             self._set(name, 0)  # true while it loads, and autoscalers want an answer
 
@@ -291,22 +346,38 @@ class Metrics:
 
     # When it is asked for
 
-    def render(
-        self, stats: Stats | None, *, num_restarts: int, is_moving: bool, facts: Ready | None
-    ) -> tuple[bytes, str]:
-        """The text and its content type. `stats` of None: the worker does not answer, so the last known ones stand."""
+    def take(self, stats: Stats | None, worker: Worker) -> None:
+        """`stats` of None: the worker does not answer, so the last known ones stand."""
+        num_restarts = worker.num_restarts
         if stats is not None:
             self._take_totals(stats, num_restarts)
             self._take_gauges(stats)
         self._plain["worker_restarts"].inc(max(0, num_restarts - self._num_restarts))
         self._num_restarts = max(num_restarts, self._num_restarts)
-        self._set("engine_moving", float(is_moving))
-        if facts is not None:
-            self._take_facts(facts)
-        text = generate_latest(self._registry)
-        if self._mirror is not None:
-            text += generate_latest(self._mirror)
-        return text, CONTENT_TYPE
+        self._set("engine_moving", float(worker.is_moving))
+        if worker.facts is not None:
+            self._take_facts(worker.facts)
+
+    def take_seat(self, seat: Seat) -> None:
+        """Where the model is, and how often it came and went."""
+        for state in ModelState:
+            self._set("model_state", float(state is seat.state), state.value)
+        self._set("model_bytes", seat.num_bytes)
+        self._set("model_requests_waiting", len(seat.waiters))
+        if seat.state is not ModelState.READY:
+            self._rest()
+        counts = {
+            "model_loads": seat.num_loads,
+            "model_load_failures": seat.num_failures,
+            "model_unloads": seat.num_unloads,
+        }
+        for name, value in counts.items():
+            self._plain[name].inc(value - self._seat_counts.get(name, 0))
+        self._seat_counts = counts
+
+    def forget_worker(self) -> None:
+        """Another one counts from 0."""
+        self._last, self._num_restarts, self._worker = None, 0, 0
 
     def _take_totals(self, stats: Stats, num_restarts: int) -> None:
         """A worker counts from 0. A new one's counts are added to those of the ones before."""
@@ -335,9 +406,12 @@ class Metrics:
 
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
-        self._gauges["cache_config_info"].clear()  # another worker may have found room for another number of blocks
         values = (capacity.block_size, capacity.num_blocks - 1, ready.facts.dtype, ready.kv_bytes)
-        self._set("cache_config_info", 1, *map(str, values), str(capacity.max_seqs), str(ready.max_context))
+        labels = (*map(str, values), str(capacity.max_seqs), str(ready.max_context))
+        if self._config_labels not in (None, labels):  # another worker may have found room for another number of blocks
+            self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
+        self._config_labels = labels
+        self._set("cache_config_info", 1, *labels)
 
 
 def _totals(stats: Stats) -> dict[str, int]:

@@ -1,53 +1,228 @@
-"""The models of this server, loaded or not: which one a request means, and its service."""
+"""The models of this server, loaded or not: which one a request means, and how it comes to be loaded.
+
+Knows no protocol. What goes and stays is the manager's to decide (`quire/engine/manager.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import StrEnum
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+from quire.backends.base import Progress
+from quire.engine.client import EngineClient
+from quire.engine.manager import Manager, ModelState, Needs, Seat
+from quire.engine.model import ModelText
+from quire.engine.process import HANG_LIMIT_S
+from quire.engine.wire import Ready, Stepped
+from quire.errors import InvalidRequest, ModelTooLarge, QuireError, TemplateError
 from quire.server.ask import Ask
+from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
-from quire.server.service import Service
+from quire.server.limits import Door, Quotas, Reading
+from quire.server.metrics import Exposition, Metrics
+from quire.server.service import Service, ServiceLimits, ending
 from quire.server.work import Caller, Work
+from quire.weights.hub import size_of
+from quire.weights.opening import open_checkpoint
+
+KV_ELEMENT_BYTES = 4  # as the CPU keeps it; an estimate, until a worker says what its pool takes
+LAST_STATS_S = 1.0  # for a worker that is about to be closed
+
+__all__ = ["Model", "ModelState", "Models", "Shared"]
+
+log = logging.getLogger(__name__)
 
 
-class ModelState(StrEnum):
-    UNLOADED = "unloaded"
-    LOADING = "loading"  # or waiting for room
-    READY = "ready"
-    UNLOADING = "unloading"  # finishes what it has; what comes waits for its return
-    FAILED = "failed"  # the last load failed; the next request tries again
+@dataclass(slots=True)
+class Shared:
+    """What all models of a server have in common."""
+
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    exposition: Exposition = field(default_factory=Exposition)
+    quotas: Quotas = field(default_factory=Quotas)
+    hang_limit_s: float = HANG_LIMIT_S
 
 
 class Model:
     """One model of this server. What clients may call it: `name`, and `aliases`."""
 
-    def __init__(self, names: tuple[str, ...], service: Service | None = None) -> None:
-        self.name = names[0]
-        self.aliases = names[1:]
-        self.is_pinned = False
-        self.service = service  # while it is loaded
-        self.num_bytes = 0  # weights and KV as held, or the estimate before the first load
+    def __init__(self, config: ModelConfig, shared: Shared) -> None:
+        self.name = config.names[0]
+        self.aliases = config.names[1:]
+        self.config = config
+        self.service: Service | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
-        self.num_waiting = 0  # requests that wait for it to load
-
-    @property
-    def state(self) -> ModelState:
-        if self.service is None:
-            return ModelState.UNLOADED
-        return ModelState.LOADING if self.service.client.facts is None else ModelState.READY
+        self.created = int(time.time())
+        self.metrics = Metrics(self.name, exposition=shared.exposition)
+        self.door = Door(shared.limits.max_queue, shared.limits.max_queued_tokens)
+        self.seat = Seat(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
+        self.max_context: int | None = config.engine.max_context  # None: nobody has looked yet
+        self.on_loading: Progress | None = None
+        self.open_s = 0.0  # how long its text took to open, the last time
+        self._shared = shared
+        self._supervising: asyncio.Task[None] | None = None
+        self._weight_bytes = size_of(config.path)  # of its files, until a worker has said
+        self._token_bytes: float | None = None  # of KV
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
+    @property
+    def root(self) -> str:
+        return self.config.root or self.name
+
+    @property
+    def state(self) -> ModelState:
+        return self.seat.state
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.seat.is_pinned
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for it to load."""
+        return len(self.seat.waiters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights and KV as held, or the estimate before the first load."""
+        needs = self.needs
+        return self.seat.num_bytes or needs.weight_bytes + (needs.kv_bytes or 0)
+
+    @property
+    def facts(self) -> Ready | None:
+        return None if self.service is None else self.service.client.facts
+
+    # What the manager asks
+
+    @property
+    def needs(self) -> Needs:
+        engine = self.config.engine
+        if self._token_bytes is None:
+            return Needs(self._weight_bytes, 0, engine.kv_bytes if engine.num_blocks is None else None)
+        kv_bytes = engine.kv_bytes
+        if engine.num_blocks is not None:
+            kv_bytes = int(engine.num_blocks * engine.block_size * self._token_bytes)
+        blocks = -(-(self.max_context or 1) // engine.block_size) + 1  # and the null block
+        return Needs(self._weight_bytes, int(blocks * engine.block_size * self._token_bytes), kv_bytes)
+
+    async def measure(self) -> Needs:
+        """Read the facts in its files, once."""
+        if self._token_bytes is None:
+            await asyncio.to_thread(self._measure)
+        return self.needs
+
+    def _measure(self) -> None:
+        checkpoint = open_checkpoint(self.config.path, self.config.engine.load_format)
+        spec = checkpoint.spec
+        checkpoint.close()
+        self.max_context = min(self.config.engine.max_context or spec.max_context, spec.max_context)
+        self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * KV_ELEMENT_BYTES
+
+    async def load(self, kv_bytes: int | None) -> int:
+        config, began_s = self.config, time.monotonic()
+        engine = config.engine
+        if kv_bytes is not None and engine.num_blocks is None:
+            engine = replace(engine, kv_bytes=kv_bytes)
+        text = await asyncio.to_thread(ModelText.open, config.path, self.root, engine.load_format)
+        self.open_s = time.monotonic() - began_s
+
+        def connect(on_step: Callable[[Stepped], None]) -> EngineClient:
+            hang_s = self._shared.hang_limit_s
+            return EngineClient(
+                config.path, text, engine, on_loading=self._take_progress, hang_limit_s=hang_s, on_step=on_step
+            )
+
+        shared = self._shared
+        names, limits, priority = self.names, shared.limits, config.priority
+        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas, priority)
+        self.metrics.forget_worker()
+        await self._start(service)
+        return self._take_facts(service.client.facts)
+
+    async def _start(self, service: Service) -> None:
+        supervising = asyncio.create_task(service.client.supervise(), name=f"supervise {self.name}")
+        self.progress = 0.0
+        try:
+            warming = asyncio.to_thread(_warm_up, service.text)
+            results = await asyncio.gather(service.client.start(), warming, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+        except BaseException:
+            await _end(supervising)
+            await service.close()
+            raise
+        finally:
+            self.progress = None
+        self.service, self._supervising = service, supervising
+
+    def _take_facts(self, ready: Ready | None) -> int:
+        """Returns the bytes it holds, as far as it says."""
+        if ready is None:
+            return 0
+        self.max_context = ready.max_context
+        if ready.weight_bytes:
+            self._weight_bytes = ready.weight_bytes
+        if ready.kv_bytes:
+            self._token_bytes = ready.kv_bytes / (ready.capacity.num_blocks * ready.capacity.block_size)
+        is_known = ready.weight_bytes and ready.kv_bytes
+        return ready.weight_bytes + ready.kv_bytes if is_known else 0
+
+    def _take_progress(self, num_done: int, num_bytes: int) -> None:
+        self.progress = num_done / num_bytes if num_bytes else 0.0
+        if self.on_loading is not None:
+            self.on_loading(num_done, num_bytes)
+
+    async def unload(self) -> None:
+        service, self.service = self.service, None
+        supervising, self._supervising = self._supervising, None
+        if service is None or supervising is None:
+            return
+        await service.wait_idle()
+        await _end(supervising)
+        with suppress(TimeoutError, QuireError):
+            stats = await asyncio.wait_for(service.client.stats(), LAST_STATS_S)
+            self.metrics.take(stats, service.client)
+        await service.close()
+
+    def cut(self) -> None:
+        if self.service is not None:
+            text = f"{self.name} is being unloaded"
+            self.service.cut(ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="unloading"))
+
 
 class Models:
     """Belongs to one event loop."""
 
-    def __init__(self, models: list[Model]) -> None:
-        self._models = models
-        self._by_name = {name: model for model in models for name in model.names}
+    def __init__(
+        self,
+        configs: Sequence[ModelConfig],
+        shared: Shared,
+        *,
+        budget_bytes: int | None = None,
+        kv_cap_bytes: int | None = None,
+    ) -> None:
+        self._models = [Model(config, shared) for config in configs]
+        self._by_name = {name: model for model in self._models for name in model.names}
+        self.manager = Manager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
+        self.limits = shared.limits
+        self.exposition = shared.exposition
+        self.reading = Reading()
+        self.is_draining = False
+        self.has_started = False  # what is loaded at the start is
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Model]:
         """In the order given."""
@@ -56,6 +231,16 @@ class Models:
     @property
     def default(self) -> Model:
         return self._models[0]
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way, those that wait for a load included."""
+        return self._num_open
+
+    @property
+    def max_context(self) -> int:
+        """The largest that is known."""
+        return max(model.max_context or 0 for model in self._models)
 
     def find(self, name: str | None) -> Model:
         """None: the default, which is the first."""
@@ -66,11 +251,172 @@ class Models:
             raise ApiError(Kind.NO_MODEL, text, param="model")
         return model
 
-    async def use(self, name: str | None) -> Service:
-        """The service of a model, loaded if it was not."""
-        service = self.find(name).service
-        assert service is not None
-        return service
+    # Requests
+
+    def check_open(self) -> None:
+        """Before a body is read: whether anything could be taken now, whichever model it is for."""
+        if self.is_draining:
+            raise ending()
+        refusals: list[ApiError] = []
+        for model in self._models:
+            try:
+                model.door.check()
+            except ApiError as error:
+                refusals.append(error)
+        if len(refusals) == len(self._models):
+            raise refusals[0]
 
     async def open(self, ask: Ask, caller: Caller) -> Work:
-        return await (await self.use(ask.model)).open(ask, caller)
+        """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
+        if self.is_draining:
+            raise ending()
+        model = self.find(ask.model)
+        model.door.check()
+        ticket = model.door.enter(ask.params.n * len(ask.prompts))
+        began_s = time.monotonic()
+        try:
+            await self.hold(model)
+        except BaseException:
+            ticket.leave()
+            raise
+        try:
+            assert model.service is not None
+            work = await model.service.open(ask, caller, ticket, time.monotonic() - began_s)
+        except BaseException:
+            self.release(model)
+            raise
+        work.on_close(partial(self.release, model))
+        return work
+
+    async def use(self, name: str | None) -> Service:
+        """For a question that is asked at once. Who waits before it asks, or asks twice, wants `Call.use`."""
+        model = self.find(name)
+        await self.hold(model)
+        self.release(model)
+        assert model.service is not None
+        return model.service
+
+    async def hold(self, model: Model) -> None:
+        """It is loaded then, and stays so until `release`."""
+        self._num_open += 1
+        self._is_idle.clear()
+        try:
+            if model.state is not ModelState.READY:
+                self._tell_wait(model)
+            async with asyncio.timeout(self.limits.queue_timeout_s):
+                await self.manager.hold(model.seat)
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, TimeoutError | QuireError):
+                raise self._refusal(model, error) from error
+            raise
+
+    def release(self, model: Model) -> None:
+        self.manager.release(model.seat)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._is_idle.set()
+
+    def _tell_wait(self, model: Model) -> None:
+        num_waiting = model.num_waiting + 1
+        if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4: a crowd is not told one by one
+            eta_s = self.eta_s(model)
+            about = "" if eta_s is None else f", about {eta_s:.1f} s more"
+            log.info("%d request(s) wait for %s, which is %s%s", num_waiting, model.name, model.state, about)
+
+    def eta_s(self, model: Model) -> float | None:
+        """Until it is loaded, as far as can be said."""
+        return self.manager.eta_s(model.seat, model.progress)
+
+    def _refusal(self, model: Model, error: Exception) -> ApiError:
+        if self.is_draining:
+            return ending()
+        match error:
+            case TimeoutError():
+                text = f"{model.name} is {model.state}: the limit of {self.limits.queue_timeout_s:g} s is over"
+                retry_s = self.eta_s(model) or model.door.retry_after_s()
+                return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
+            case ModelTooLarge():
+                return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
+            case InvalidRequest():
+                text = f"{model.name} could not be loaded: {error}"
+            case _:  # it may name paths, which are nobody's business
+                text = f"{model.name} could not be loaded ({type(error).__name__}); the server's log says why"
+        return ApiError(Kind.UNAVAILABLE, text, retry_after_s=10.0, reason="load_failed")
+
+    # The keeper
+
+    async def start(self) -> None:
+        """Load what is to be there from the start. Raises what kept the first one from it."""
+        await self.manager.load(self.default.seat)
+        self.has_started = True
+
+    async def preload(self) -> None:
+        """The others that are to be loaded without being asked for. Failures are in the log, and tried again on use."""
+        for model in self._models[1:]:
+            if model.config.is_preloaded:
+                with suppress(QuireError):
+                    await self.manager.load(model.seat)
+
+    async def load(self, model: Model) -> None:
+        try:
+            await self.manager.load(model.seat)
+        except QuireError as error:
+            raise self._refusal(model, error) from error
+
+    async def unload(self, model: Model, *, is_forced: bool = False) -> None:
+        await self.manager.unload(model.seat, is_forced=is_forced)
+
+    def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In a task of its own, which ends with the server at the latest."""
+        task = asyncio.create_task(doing)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
+        return task
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for it is told; where nobody does, the log is
+
+    # The end
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take nothing new and wait for what is here, so long at most. True: all of it ended."""
+        self.is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), limit_s)
+        return self._num_open == 0
+
+    def cut(self) -> None:
+        """End what is left, with an error to each client."""
+        self.is_draining = True
+        self.manager.refuse()
+        for model in self._models:
+            if model.service is not None:
+                model.service.cut()
+
+    async def close(self) -> None:
+        self.cut()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await self.manager.close()
+
+
+def _warm_up(text: ModelText) -> None:
+    """Start the process that renders templates, and find a bad template now; raw prompts work without one."""
+    if text.template.exists:
+        try:
+            text.template.check()
+        except TemplateError as error:
+            log.warning("chat will not work, only raw prompts: %s", error)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # it was told to whoever waited for the worker

@@ -14,6 +14,7 @@ from quire.engine.build import Scheduling
 from quire.engine.wire import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import Call
+from quire.server.models import Model, Models
 from quire.server.openai.chat import parse_messages
 from quire.server.openai.types import ChatMessage
 from quire.server.service import Service
@@ -63,42 +64,54 @@ class DetokenizedText(msgspec.Struct):
     prompt: str
 
 
-def status(service: Service) -> str:
-    """Of the server as a whole: "ok" means that tokens would move."""
-    client = service.client
-    if client.facts is None:
-        return "restarting" if client.num_restarts else "loading"
-    return "ok" if client.is_moving else "stuck"
+def status(models: Models) -> str:
+    """Of the server as a whole: "ok" means that tokens would move, in every model that is loaded. One that is not, or
+    is on its way, waits for its first request or serves it soon."""
+    if not models.has_started:
+        return "loading"
+    found = {_status(model.service) for model in models if model.service is not None}
+    return next((bad for bad in ("stuck", "restarting") if bad in found), "ok")
+
+
+def _status(service: Service) -> str:
+    if service.client.facts is None:
+        return "restarting"
+    return "ok" if service.client.is_moving else "stuck"
 
 
 async def health(call: Call) -> Response:
     """Alive: the engine's loop moves. Draining is healthy."""
-    found = status(call.service)
+    found = status(call.models)
     return call.json(Health(found), 200 if found == "ok" else 503)
 
 
 async def ready(call: Call) -> Response:
     """Whether to send it traffic."""
-    found = "draining" if call.service.is_draining else status(call.service)
+    found = "draining" if call.models.is_draining else status(call.models)
     return call.json(Health(found), 200 if found == "ok" else 503)
 
 
 async def version(call: Call) -> Response:
-    facts = call.service.client.facts
-    if facts is None:
-        return call.json(Version(__version__, call.service.model))
-    runner = facts.facts
-    scheduling = call.service.client.scheduling
-    return call.json(Version(__version__, call.service.model, runner.backend, runner.device, runner.dtype, scheduling))
+    """Of the default model; /v1/models has the others."""
+    model = call.models.default
+    if model.service is None or (facts := model.service.client.facts) is None:
+        return call.json(Version(__version__, model.name))
+    runner, scheduling = facts.facts, model.service.client.scheduling
+    return call.json(Version(__version__, model.name, runner.backend, runner.device, runner.dtype, scheduling))
 
 
 async def metrics(call: Call) -> Response:
-    client = call.service.client
-    stats = await current_stats(call.service)
-    body, kind = call.service.metrics.render(
-        stats, num_restarts=client.num_restarts, is_moving=client.is_moving, facts=client.facts
-    )
+    await asyncio.gather(*(_take_metrics(model) for model in call.models))
+    body, kind = call.models.exposition.render()
     return Response(body, 200, {**call.headers, "content-type": kind})
+
+
+async def _take_metrics(model: Model) -> None:
+    model.metrics.take_seat(model.seat)
+    if (service := model.service) is not None:
+        stats = await current_stats(service)
+        if model.service is service:  # or it was unloaded meanwhile, and its last figures are taken
+            model.metrics.take(stats, service.client)
 
 
 async def current_stats(service: Service) -> Stats | None:
@@ -111,8 +124,7 @@ async def current_stats(service: Service) -> Stats | None:
 
 async def tokenize(call: Call) -> Response:
     body = await call.body(TokenizeRequest)
-    service = call.service
-    service.check_model(body.model)
+    service = await call.use(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt and messages: exactly one of them is needed")
     if body.messages is None:
@@ -126,10 +138,10 @@ async def tokenize(call: Call) -> Response:
 
 async def detokenize(call: Call) -> Response:
     body = await call.body(DetokenizeRequest)
-    call.service.check_model(body.model)
-    size = call.service.text.spec.vocab_size
+    service = await call.use(body.model)
+    size = service.text.spec.vocab_size
     for position, token in enumerate(body.tokens):
         if token >= size:
             raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {size}")
-    text = await asyncio.to_thread(call.service.text.tokenizer.decode, body.tokens, skip_special=False)
+    text = await asyncio.to_thread(service.text.tokenizer.decode, body.tokens, skip_special=False)
     return call.json(DetokenizedText(text))

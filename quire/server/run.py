@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.backends.base import Progress
-from quire.engine.client import EngineClient
-from quire.engine.model import ModelText
-from quire.engine.wire import Ready, Stepped
-from quire.errors import TemplateError
+from quire.backends.machine import has_nvidia
+from quire.backends.pool import CPU_CAP
+from quire.engine.manager import default_budget
+from quire.engine.wire import Ready
 from quire.server.app import Gate, make_app
 from quire.server.auth import make_keyring
 from quire.server.call import CallLimits
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
-from quire.server.metrics import Metrics
-from quire.server.models import Model, Models
-from quire.server.service import Service, ServiceLimits
+from quire.server.metrics import Exposition
+from quire.server.models import Models, Shared
+from quire.server.service import ServiceLimits
 
 LAST_WORDS_S = 2.0  # for streams that are cut to say so
 
@@ -39,6 +39,8 @@ class Startup:
     model: str
     ready: Ready
     timings_s: dict[str, float]
+    memory_bytes: int | None = None  # that all models share
+    has_chosen_memory: bool = False  # by what was free
 
 
 OnReady = Callable[[Startup], None]
@@ -55,10 +57,7 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     )
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])
-    opened_s = time.monotonic()
-    text = ModelText.open(config.path, config.root or config.names[0], config.engine.load_format)
-    timings = {"server": age_s, "tokenizer": time.monotonic() - opened_s}
-    main = _Main(config, gate, text, timings, on_ready, on_loading, started_s)
+    main = _Main(config, gate, age_s, on_ready, on_loading, started_s)
     uvicorn_config = make_config(
         None, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
     )
@@ -85,87 +84,78 @@ class _Main:
         self,
         config: ServeConfig,
         gate: Gate,
-        text: ModelText,
-        timings: dict[str, float],
+        age_s: float,
         on_ready: OnReady,
         on_loading: Progress | None,
         started_s: float,
     ) -> None:
         self._config = config
         self._gate = gate
-        self._text = text
-        self._timings = timings
+        self._age_s = age_s
         self._on_ready = on_ready
         self._on_loading = on_loading
         self._started_s = started_s
 
     async def serve(self, sockets: list[socket.socket]) -> None:
         config = self._config
-        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout_s)
-        metrics = Metrics(config.names[0], compat=config.metrics_compat)
-        self._service = Service(self._text, self._connect, config.names, limits, metrics)
-        client = self._service.client
+        self._models = self._make_models()
         call_limits = CallLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
-        app = make_app(Models([Model(config.names, self._service)]), self._gate, call_limits)
+        app = make_app(self._models, self._gate, call_limits)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout_s
         HttpProtocol.slow_reader_s = config.slow_reader_s
         settings = make_config(
             app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
         )
-        server = HttpServer(settings, self._drain, self._service.cut)
+        server = HttpServer(settings, self._drain, self._models.cut)
         serving = asyncio.create_task(server.serve(sockets))
-        watching = asyncio.create_task(client.supervise())
-        telling = asyncio.create_task(self._tell(client))
+        starting = asyncio.create_task(self._start())
         try:
-            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done() and not serving.done():
-                server.stop()  # it could not be loaded
+            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and starting.exception() is not None and not serving.done():
+                server.stop()  # the first one could not be loaded
             await serving
-            if watching.done():
-                watching.result()
+            if starting.done():
+                starting.result()
         finally:
-            for task in (telling, watching):
-                task.cancel()
-            await asyncio.wait({telling, watching})
-            await self._service.close()
+            starting.cancel()
+            await asyncio.wait({starting})
+            await self._models.close()
             log.info("stopped")
 
-    def _connect(self, on_step: Callable[[Stepped], None]) -> EngineClient:
+    def _make_models(self) -> Models:
+        """One alone takes what it thinks best, unless it is told. Several share one budget."""
         config = self._config
-        return EngineClient(
-            config.path,
-            self._text,
-            config.engine,
-            on_loading=self._on_loading,
-            hang_limit_s=config.hang_limit_s,
-            on_step=on_step,
-        )
+        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout_s)
+        shared = Shared(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit_s)
+        engine = config.models[0].engine
+        on_gpu = engine.device != "cpu" and engine.backend in ("auto", "torch") and has_nvidia()
+        budget_bytes = config.memory_bytes
+        if budget_bytes is None and len(config.models) > 1:
+            budget_bytes = default_budget(on_gpu=on_gpu)
+        models = Models(config.models, shared, budget_bytes=budget_bytes, kv_cap_bytes=None if on_gpu else CPU_CAP)
+        models.default.on_loading = self._on_loading
+        return models
 
-    async def _tell(self, client: EngineClient) -> None:
-        warming = asyncio.to_thread(self._warm_up)
-        await asyncio.gather(client.start(), warming)
-        assert client.facts is not None
-        all_s = time.monotonic() - self._started_s
-        timings = {**self._timings, **client.facts.timings_s}
-        timings |= {"worker": max(0.0, all_s - sum(timings.values())), "all": all_s}  # the worker's own start-up
-        self._on_ready(Startup(self._config, self._config.names[0], client.facts, timings))
-
-    def _warm_up(self) -> None:
-        """Start the process that renders templates, and find a bad template now; raw prompts work without one."""
-        if self._text.template.exists:
-            try:
-                self._text.template.check()
-            except TemplateError as error:
-                log.warning("chat will not work, only raw prompts: %s", error)
+    async def _start(self) -> None:
+        models, first = self._models, self._models.default
+        await models.start()
+        first.on_loading = None
+        if (ready := first.facts) is not None:  # or its worker died this moment: another is on its way
+            all_s = time.monotonic() - self._started_s
+            timings = {"server": self._age_s, "tokenizer": first.open_s, **ready.timings_s}
+            timings |= {"worker": max(0.0, all_s - sum(timings.values())), "all": all_s}  # the worker's own start-up
+            budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory_bytes is None
+            self._on_ready(Startup(self._config, first.name, ready, timings, budget_bytes, is_chosen))
+        await models.preload()
 
     async def _drain(self) -> None:
-        service = self._service
-        if service.num_open:
+        models = self._models
+        if models.num_open:
             text = "finishing %d request(s), %g s at most; a second signal ends them at once"
-            log.warning(text, service.num_open, self._config.drain_s)
-        if not await service.drain(self._config.drain_s):
-            log.warning("ending %d request(s) with an error", service.num_open)
-            service.cut()
+            log.warning(text, models.num_open, self._config.drain_s)
+        if not await models.drain(self._config.drain_s):
+            log.warning("ending %d request(s) with an error", models.num_open)
+            models.cut()
             with suppress(TimeoutError):
-                await service.drain(LAST_WORDS_S)
+                await models.drain(LAST_WORDS_S)

@@ -1,4 +1,4 @@
-"""One model and everything asked of it over HTTP: tokenising, bounds, submission, deadlines, the bill.
+"""One loaded model and everything asked of it over HTTP: tokenising, submission, deadlines, the bill.
 
 Knows no protocol: codecs bring an `Ask` and read a `Work`.
 """
@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,13 +25,14 @@ from quire.errors import ContextTooLong, TemplateError
 from quire.server.ask import Ask, Breakpoint, Prompt
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import Door, Quotas, Reading
+from quire.server.limits import Door, Quotas, Ticket
 from quire.server.metrics import Metrics
 from quire.server.pulse import Pulse
 from quire.server.work import Caller, Work
 from quire.text.chat import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
+MIN_WAIT_S = 1.0  # in the queue, for whoever has spent the rest on a load
 Connect = Callable[
     [Callable[[Stepped], None]], EngineClient
 ]  # to the engine, with what to call after each of its steps
@@ -57,6 +57,9 @@ class Service:
         names: tuple[str, ...],
         limits: ServiceLimits,
         metrics: Metrics,
+        door: Door,
+        quotas: Quotas,
+        priority: Priority | None = None,
     ) -> None:
         self.text = text
         self.client = connect(self._take_step)
@@ -65,12 +68,13 @@ class Service:
         self.pulse = Pulse()
         self.limits = limits
         self.created = int(time.time())
-        self.door = Door(limits.max_queue, limits.max_queued_tokens)
-        self.quotas = Quotas()
-        self.reading = Reading()
+        self.door = door
+        self.quotas = quotas
+        self.priority = priority  # of requests that ask for none; None: their key's
         self.is_draining = False
         self._is_cut = False
         self._num_open = 0
+        self._num_encoding = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._works: set[Work] = set()
@@ -93,19 +97,6 @@ class Service:
         """All that have passed the bounds and are not over."""
         return self._works
 
-    # Before the body is read
-
-    def check_open(self) -> None:
-        """Whether anything can be taken now at all."""
-        if self.is_draining:
-            raise _ending()
-        self.door.check()
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            text = f"model = {name!r:.200} is not served here; this server has {', '.join(self.names)}"
-            raise ApiError(Kind.NO_MODEL, text, param="model")
-
     def salt_for(self, key: Key, cache_salt: str) -> str:
         """The salt of the chain keys: who has another key, or names another salt, shares nothing."""
         if not key.namespace and not cache_salt:
@@ -115,22 +106,24 @@ class Service:
 
     # Work
 
-    async def open(self, ask: Ask, caller: Caller) -> Work:
-        """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing."""
-        self.check_open()
-        self.check_model(ask.model)
-        ticket = self.door.enter(ask.params.n * len(ask.prompts))
+    async def open(self, ask: Ask, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> Work:
+        """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
+
+        The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
+        """
         self._enter()
         work: Work | None = None
         try:
+            if self.is_draining:
+                raise ending()
             salt = self.salt_for(caller.key, ask.cache_salt)
-            priority = caller.key.priority(ask.priority)
+            priority = caller.key.priority(self.priority if ask.priority is None else ask.priority)
             owner = caller.key.name
             requests = [await self._request(ask, prompt, priority, salt, owner) for prompt in ask.prompts]
             if self._is_cut:
-                raise _ending()
+                raise ending()
             work = Work(self, ask, caller, priority, requests, ticket)
-            await self._submit(work)
+            await self._submit(work, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
         except BaseException as error:
             if work is None:
                 ticket.leave()
@@ -140,7 +133,7 @@ class Service:
             raise
         return work
 
-    async def _submit(self, work: Work) -> None:
+    async def _submit(self, work: Work, limit_s: float) -> None:
         work.ticket.grow(work.num_prompt_tokens)
         quota = self.quotas.of(work.caller.key)
         quota.enter(work.num_prompt_tokens)
@@ -148,12 +141,12 @@ class Service:
         work.is_accepted = True
         self._works.add(work)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.limits.queue_timeout_s, self._time_out, work)
+        timer = loop.call_later(limit_s, self._time_out, work)
         work.on_close(timer.cancel)
         started = partial(self._begin, work)
         work.submitting = asyncio.current_task()
         try:
-            async with asyncio.timeout(self.limits.queue_timeout_s):
+            async with asyncio.timeout(limit_s):
                 for request in work.requests:
                     work.add(await self.client.submit(request, news=work.news, on_start=started))
         except TimeoutError:
@@ -208,16 +201,23 @@ class Service:
         if isinstance(prompt, tuple):
             return prompt
         loop = asyncio.get_running_loop()
-        if isinstance(prompt, str):
-            return await loop.run_in_executor(self._encoders, self.text.encode, prompt, self.max_context)
-        return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
+        self._num_encoding += 1
+        self._is_idle.clear()
+        try:
+            if isinstance(prompt, str):
+                return await loop.run_in_executor(self._encoders, self.text.encode, prompt, self.max_context)
+            return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
+        finally:
+            self._num_encoding -= 1
+            self._note_idle()
 
     async def _request(self, ask: Ask, prompt: Prompt, priority: Priority, salt: str, owner: str) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_context:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
             raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
-        request = self.text.request(tokens, ask.params, priority=priority, salt=salt)
+        chat = prompt if isinstance(prompt, ChatRequest) else None
+        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]
@@ -261,18 +261,14 @@ class Service:
 
     # The end
 
-    async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait for what is here, so long at most. True: all of it ended."""
-        self.is_draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), limit_s)
-        return self._num_open == 0
+    async def wait_idle(self) -> None:
+        await self._is_idle.wait()
 
-    def cut(self) -> None:
+    def cut(self, error: ApiError | None = None) -> None:
         """End what is left, with an error to each client."""
         self.is_draining = self._is_cut = True
         for work in tuple(self._works):
-            work.fail(_ending())
+            work.fail(error or ending())
 
     async def close(self) -> None:
         self.cut()
@@ -286,11 +282,14 @@ class Service:
 
     def _leave(self) -> None:
         self._num_open -= 1
-        if not self._num_open:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._num_open and not self._num_encoding:
             self._is_idle.set()
 
 
-def _ending() -> ApiError:
+def ending() -> ApiError:
     return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
 
 

@@ -79,7 +79,7 @@ def resolve(name: str | None = None) -> Path:
     """Where a model lies on this machine, or `ModelNotFound` that says what can be done."""
     name = name or DEFAULT_MODEL
     path = Path(name).expanduser()
-    if _is_model(path):
+    if is_model(path):
         return path
     known = find_known(name)
     if known is not None:
@@ -129,7 +129,7 @@ def _describe(name: str, path: Path) -> LocalModel:
     from quire.weights.opening import open_checkpoint
 
     kind = "gguf" if path.suffix == ".gguf" else "safetensors"
-    size_bytes = _size(path)
+    size_bytes = size_of(path)
     known = KNOWN_MODELS.get(name)
     if known is not None and size_bytes != known.size_bytes:
         problem = f"has {size_bytes} bytes, not {known.size_bytes}: pull it again"
@@ -143,12 +143,13 @@ def _describe(name: str, path: Path) -> LocalModel:
     return LocalModel(name, path, kind, size_bytes, spec.quantization, spec.architecture)
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a model's files."""
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _is_model(path: Path) -> bool:
+def is_model(path: Path) -> bool:
     try:
         if path.is_dir():
             return (path / "config.json").exists() or any(path.glob("*.gguf"))

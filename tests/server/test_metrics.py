@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.wire import Ready, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Metrics
+from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
 from quire.server.records import RequestRecord
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
@@ -78,8 +78,16 @@ RECORD = RequestRecord(
 )
 
 
+@dataclass(frozen=True)
+class Worker:
+    num_restarts: int
+    is_moving: bool
+    facts: Ready | None
+
+
 def text(metrics: Metrics, stats: Stats | None = STATS, *, num_restarts: int = 0, is_moving: bool = True) -> str:
-    body, kind = metrics.render(stats, num_restarts=num_restarts, is_moving=is_moving, facts=READY)
+    metrics.take(stats, Worker(num_restarts, is_moving, READY))
+    body, kind = metrics.exposition.render()
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
     return body.decode()
 
@@ -133,7 +141,9 @@ def test_a_silent_worker_leaves_the_last_known_figures() -> None:
 
 
 def test_before_there_is_a_worker() -> None:
-    body, _ = Metrics("m").render(None, num_restarts=0, is_moving=False, facts=None)
+    metrics = Metrics("m")
+    metrics.take(None, Worker(0, False, None))
+    body, _ = metrics.exposition.render()
     found = body.decode()
     assert value(found, "quire:num_requests_running") == 0
     assert value(found, "quire:engine_moving") == 0
@@ -268,7 +278,7 @@ def test_counts_survive_the_worker() -> None:
 
 
 def test_the_mirror_says_the_same_under_the_other_names() -> None:
-    metrics = Metrics("m", compat="vllm")
+    metrics = Metrics("m", exposition=Exposition("vllm"))
     metrics.finished(RECORD)
     metrics.tokens(0.02, 1)
     found = families(text(metrics))
@@ -285,7 +295,7 @@ def test_the_mirror_says_the_same_under_the_other_names() -> None:
 
 def test_an_unknown_mirror_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="metrics_compat = 'sglang'"):
-        Metrics("m", compat="sglang")
+        Exposition("sglang")
 
 
 def test_vllm_names_are_ours_too() -> None:
@@ -300,7 +310,7 @@ def test_a_model_may_have_any_name(name: str) -> None:
 
 
 def test_the_page_and_the_output_name_the_same() -> None:
-    exposed = set(re.findall(r"^# TYPE (\S+) ", text(Metrics("m", compat="vllm")), re.MULTILINE))
+    exposed = set(re.findall(r"^# TYPE (\S+) ", text(Metrics("m", exposition=Exposition("vllm"))), re.MULTILINE))
     ours = {name for name in exposed if name.startswith("quire:")}
     page = PAGE.read_text()
     named = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"quire:[a-z0-9_]+", page)}

@@ -62,9 +62,9 @@ async def count_tokens(call: Call) -> Response:
     """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
     body = await call.body(CountTokensRequest)
     refuse_unsupported(body)
-    call.service.check_model(body.model)
     chat, _ = conversation(body)
-    return call.json(TokenCount(len(await call.service.encode(chat))))
+    service = await call.use(body.model)
+    return call.json(TokenCount(len(await service.encode(chat))))
 
 
 def hour_tokens(service: Service, work: Work) -> int:

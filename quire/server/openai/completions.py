@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 async def completions(call: Call) -> Response:
     body = await call.body(CompletionRequest)
     ask = parse_completion(body)
-    tokenizer = call.service.text.tokenizer
-    echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
     with in_their_words(NAMES):
         work = await call.open(ask)
+    tokenizer = call.service.text.tokenizer
+    echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
     head = head_of(work, "cmpl", "text_completion")
     if ask.is_streaming:
         encoder = completion_stream(

@@ -1,38 +1,48 @@
-"""GET /v1/models and /v1/models/{model}."""
+"""GET /v1/models and /v1/models/{model}: an entry for every name a model has."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from quire.errors import QuireError
 from quire.server.openai.types import Model, ModelList
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from quire.server import models
     from quire.server.call import Call
-    from quire.server.service import Service
 
 
 async def list_models(call: Call) -> Response:
-    names = call.service.names
-    entries = [model_entry(call.service, name) for name in names]
-    return call.json(ModelList(data=entries, first_id=names[0], last_id=names[-1]))
+    entries = [entry for model in call.models for entry in await model_entries(model)]
+    return call.json(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
 
 
 async def get_model(call: Call) -> Response:
     """The route takes the rest of the path: names of models have slashes."""
     name = call.request.path_params["model"]
-    call.service.check_model(name)
-    return call.json(model_entry(call.service, name))
+    entries = await model_entries(call.models.find(name))
+    return call.json(next(entry for entry in entries if entry.id == name))
 
 
-def model_entry(service: Service, name: str) -> Model:
-    return Model(
-        id=name,
-        created=service.created,
-        root=service.text.name,
-        max_model_len=service.max_context,
-        display_name=name,
-        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-    )
+async def model_entries(model: models.Model) -> list[Model]:
+    if model.max_context is None:
+        with suppress(QuireError):  # its next load says why
+            await model.measure()
+    return [
+        Model(
+            id=name,
+            created=model.created,
+            root=model.root,
+            max_model_len=model.max_context or 0,
+            state=model.state.value,
+            num_bytes=model.num_bytes,
+            is_pinned=model.is_pinned,
+            display_name=name,
+            created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        )
+        for name in model.names
+    ]

@@ -288,7 +288,10 @@ class Model(Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: Annotated[str, Meta(description="The model this name stands for.")]
-    max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most.")]
+    max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most. 0: unknown.")]
+    state: Annotated[str, Meta(description="unloaded, loading, ready, unloading or failed.")] = "ready"
+    num_bytes: Annotated[int, Meta(description="Weights and KV cache as held, or an estimate before it is loaded.")] = 0
+    is_pinned: bool = False
     type: Literal["model"] = "model"  # this and the next two for Anthropic's client
     display_name: str
     created_at: str

@@ -1,0 +1,188 @@
+"""Which models `quire serve` has: those that were typed, those of a folder, and those of the YAML file with settings of
+their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import loading
+from quire.errors import InvalidRequest, MissingExtra
+from quire.weights.hub import DEFAULT_MODEL, is_model
+
+if TYPE_CHECKING:
+    from quire.engine.build import EngineConfig
+    from quire.server.config import ModelConfig
+
+# Of one model in the file -> a field of EngineConfig.
+ENGINE_FIELDS = {
+    "max_model_len": "max_context",
+    "num_blocks": "num_blocks",
+    "kv_memory": "kv_bytes",
+    "dtype": "dtype",
+    "precision": "precision",
+    "backend": "backend",
+    "load_format": "load_format",
+    "device": "device",
+    "threads": "num_threads",
+    "max_num_seqs": "max_seqs",
+}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The YAML file of options, names with underscores."""
+    import msgspec
+
+    try:
+        found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any] | None) or {}
+    except OSError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
+    except ImportError as error:
+        raise MissingExtra("--config needs PyYAML: pip install 'quire[server]'", name=error.name) from None
+    except ValueError as error:
+        raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def models_from_environment() -> list[str]:
+    """QUIRE_MODEL: one, or several with blanks between them; a path may have blanks itself."""
+    text = os.environ.get("QUIRE_MODEL", "").strip()
+    return [text] if text and Path(text).exists() else text.split()
+
+
+def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[ModelConfig, ...]:
+    """In order: typed, of the file, of the folder. None of them: the default model. Nothing is opened or fetched."""
+    from quire.server.config import ModelConfig
+
+    def plain(name: str) -> ModelConfig:
+        served = _served_name(name)
+        return ModelConfig(Path(name), (served,), served, engine, idle_unload_s=options["idle_unload"])
+
+    found = [plain(name) for name in options["model"] or ()]
+    found += _of_file(options, engine)
+    if options["models_dir"] is not None:
+        found += [plain(str(path)) for path in _of_folder(options["models_dir"])]
+    found = found or [plain(DEFAULT_MODEL)]
+    names = options["served_model_name"]
+    if names and len(found) > 1:
+        text = f"--served-model-name {names[0]!r} is for one model, and there are {len(found)}"
+        raise InvalidRequest(f"{text}: name them under `models` in the --config file")
+    return (replace(found[0], names=tuple(names)), *found[1:]) if names else tuple(found)
+
+
+def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """Where they lie. What quire knows and is not here is fetched."""
+    return tuple(replace(model, path=loading.locate(str(model.path))) for model in models)
+
+
+def _served_name(name: str) -> str:
+    """What clients call it: its name, or the name of its file or folder."""
+    if Path(name).exists():
+        found = Path(name).resolve()
+        return found.stem if found.is_file() else found.name
+    return name
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise InvalidRequest(f"--models-dir {str(folder)!r} is not a folder")
+    found = [path for path in sorted(folder.iterdir()) if is_model(path)]
+    if not found:
+        raise InvalidRequest(f"--models-dir {str(folder)!r} has no model: no .gguf file, no folder with config.json")
+    return found
+
+
+def _of_file(options: Mapping[str, Any], engine: EngineConfig) -> list[ModelConfig]:
+    path = options["config"]
+    entries = None if path is None else read_file(path).get("models")
+    if entries is None:
+        return []
+    if not isinstance(entries, list):
+        raise InvalidRequest(f"--config {str(path)!r}: models = {entries!r:.80} is not a list")
+    found: list[ModelConfig] = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(_entry({"model": entry} if isinstance(entry, str) else entry, options, engine))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--config {str(path)!r}: models[{number}].{error}") from None
+    return found
+
+
+def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> ModelConfig:
+    """One of the file's list. Errors begin with the field."""
+    from quire.server.ask import priority_of
+    from quire.server.config import ModelConfig
+
+    if not isinstance(entry, dict):
+        raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
+    given = {str(name).replace("-", "_"): value for name, value in entry.items()}
+    known = {"model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", *ENGINE_FIELDS}
+    for field in given:
+        if field not in known:
+            raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
+    name = _text(given, "model")
+    if name is None:
+        raise InvalidRequest("model is missing")
+    served = _text(given, "name") or _served_name(name)
+    aliases = given.get("aliases") or []
+    aliases = [aliases] if isinstance(aliases, str) else aliases
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise InvalidRequest(f"aliases = {aliases!r:.80} is not a list of names")
+    idle_s = given.get("idle_unload", options["idle_unload"])
+    if idle_s is not None and (isinstance(idle_s, bool) or not isinstance(idle_s, int | float)):
+        raise InvalidRequest(f"idle_unload = {idle_s!r:.80} is not a number of seconds")
+    tier = _text(given, "priority")
+    with _fields_named():
+        return ModelConfig(
+            Path(name),
+            (served, *aliases),
+            _served_name(name),
+            _engine(given, engine),
+            is_pinned=_flag(given, "pinned"),
+            is_preloaded=_flag(given, "preload"),
+            idle_unload_s=idle_s,
+            priority=priority_of(tier),
+        )
+
+
+@contextmanager
+def _fields_named() -> Iterator[None]:
+    """Let an error name the field as the file has it."""
+    theirs = {ours: name for name, ours in ENGINE_FIELDS.items()} | {"idle_unload_s": "idle_unload"}
+    try:
+        yield
+    except InvalidRequest as error:
+        name, _, rest = str(error).partition(" = ")
+        raise InvalidRequest(f"{theirs.get(name, name)} = {rest}" if rest else str(error)) from None
+
+
+def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
+    """What is not said of this model is what was said of all."""
+    settings = {ENGINE_FIELDS[name]: value for name, value in given.items() if name in ENGINE_FIELDS}
+    if isinstance(size := settings.get("kv_bytes"), str):
+        settings["kv_bytes"] = loading.parse_bytes("kv_memory =", size)
+    types = {field.name: field.type for field in fields(engine)}
+    for name, value in settings.items():
+        if types[name] == "str" and not isinstance(value, str):
+            raise InvalidRequest(f"{name} = {value!r:.80} is not text")
+    if "kv_bytes" in settings and "num_blocks" not in settings:
+        settings["num_blocks"] = None  # the one said of all would go before it
+    return replace(engine, **settings)
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{name} = {value!r:.80} is not text")
+    return value
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} = {value!r:.80} is not yes or no")
+    return value

@@ -1,0 +1,74 @@
+"""For the keeper: load models, unload and pin them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.call import Call
+    from quire.server.models import Model
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    model: str
+    wait: bool = True  # for it to be ready; else it is only begun
+
+
+class UnloadRequest(msgspec.Struct, frozen=True):
+    model: str
+    force: bool = False  # cut what is under way
+    wait: bool = True
+
+
+class PinRequest(msgspec.Struct, frozen=True):
+    model: str
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    state: str  # unloaded, loading, ready, unloading, failed
+    num_bytes: int
+    is_pinned: bool
+
+
+async def load(call: Call) -> Response:
+    body = await call.body(LoadRequest)
+    model = call.models.find(body.model)
+    loading = call.models.begin(call.models.load(model))
+    await (call.wait_for(loading) if body.wait else asyncio.sleep(0))
+    return call.json(status(model))
+
+
+async def unload(call: Call) -> Response:
+    """What comes for it meanwhile waits, and has it loaded again."""
+    body = await call.body(UnloadRequest)
+    model = call.models.find(body.model)
+    if model.is_pinned:
+        raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
+    unloading = call.models.begin(call.models.unload(model, is_forced=body.force))
+    await (call.wait_for(unloading) if body.wait else asyncio.sleep(0))
+    return call.json(status(model))
+
+
+async def pin(call: Call) -> Response:
+    """Loads nothing: it is about who goes when there is no room."""
+    model = call.models.find((await call.body(PinRequest)).model)
+    call.models.manager.pin(model.seat)
+    return call.json(status(model))
+
+
+async def unpin(call: Call) -> Response:
+    model = call.models.find((await call.body(PinRequest)).model)
+    call.models.manager.unpin(model.seat)
+    return call.json(status(model))
+
+
+def status(model: Model) -> ModelStatus:
+    return ModelStatus(model=model.name, state=model.state.value, num_bytes=model.num_bytes, is_pinned=model.is_pinned)
