@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,38 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire import __version__
 from quire.cli import loading
-from quire.cli.remote import Server, ServerError, note, plain, reach_server
-from quire.core.request import Priority
-from quire.engine.replay import (
-    Ending,
-    Figures,
-    Fit,
-    Probe,
-    Served,
-    fit,
-    measured,
-    measured_part,
-    predicted,
-    predicted_part,
-    prepare,
-    probe_work,
-)
-from quire.engine.simulate import SimConfig, SimReport, StepTime, percentile, simulate
+from quire.cli.remote import Server, ServerError, note, reach_server
+from quire.cli.replay_report import Replayed, described, document, print_report
+from quire.engine.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
+from quire.engine.simulate import SimConfig, StepTime, simulate
 from quire.engine.trace import TraceRequest, read_trace
 from quire.engine.trace_log import read_log
 from quire.errors import InvalidRequest, QuireError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from quire.cli.player import Player
 
-LATE_S = 0.1  # requests sent later than this say something about this machine, not about the server
 PROBE_ROUNDS = 2
-LONG_PROBE = 1024  # tokens
-MAX_PROBLEMS = 3  # that are quoted
+LONG_PROBE = 512  # tokens
 
 
 def replay(
@@ -70,24 +51,24 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Play a recorded trace to a live server and compare what came of it with the simulator's prediction."""
-    _check_outputs(trace, {"--save": save, "--save-trace": save_trace})
+    _check_outputs(trace or from_log, {"--save": save, "--save-trace": save_trace})
     todo = _trace(trace, from_log, speed, max_requests)
     if save_trace is not None:
         save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
         typer.echo(f"Wrote {save_trace}", err=True)
     if dry_run:
-        typer.echo(_described(todo))
+        typer.echo(described(todo))
         return
     given = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     result = _run(reach_server(server, api_key), model, todo, given)
-    document = _document(trace or from_log or "", speed, result)
+    figures = document(trace or from_log or "", speed, result)
     if save is not None:
-        save.write_text(json.dumps({**document, "served": [asdict(one) for one in result.served]}, indent=2) + "\n")
+        save.write_text(json.dumps({**figures, "served": [asdict(one) for one in result.served]}, indent=2) + "\n")
         typer.echo(f"Wrote {save}", err=True)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(figures, indent=2))
     else:
-        _print(result)
+        print_report(result)
 
 
 # What was asked for
@@ -125,28 +106,7 @@ def _trace(path: str | None, log: str | None, speed: float, max_requests: int | 
         raise InvalidRequest(f"--{field.replace('_', '-')} {rest}") from None
 
 
-def _described(trace: Sequence[TraceRequest]) -> str:
-    tiers = Counter(one.priority for one in trace)
-    named = ", ".join(f"{tiers[priority]:,} {priority.name}" for priority in Priority if tiers[priority])
-    num_in, num_out = sum(one.prompt_tokens for one in trace), sum(one.output_tokens for one in trace)
-    span_s = trace[-1].arrival_s
-    return f"{len(trace):,} requests ({named}) over {span_s:,.1f} s: {num_in:,} tokens in, {num_out:,} out"
-
-
 # Running
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    url: str
-    model: str
-    trace: Sequence[TraceRequest]
-    served: list[Served]
-    num_made_up: int  # answers that a later prompt contains, and that came too late to be in it
-    live: Figures
-    report: SimReport
-    fit: Fit
-    simulated: Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,111 +224,3 @@ def _progress(total: int, what: str) -> Iterator[Any]:
 
     with progress_bar(total) as show:
         yield lambda done: show(done, what)
-
-
-# What came out
-
-
-def _document(source: str, speed: float, result: Replayed) -> dict[str, Any]:
-    tiers = {
-        tier.name: {
-            "live": asdict(measured_part([one for one in result.served if one.priority is tier])),
-            "simulated": asdict(predicted_part(result.report, result.fit.overhead_s, tier)),
-        }
-        for tier in Priority
-        if any(one.priority is tier for one in result.served)
-    }
-    return {
-        "quire": __version__,
-        "server": result.url,
-        "model": result.model,
-        "trace": {"from": source, "requests": len(result.trace), "span_s": result.trace[-1].arrival_s, "speed": speed},
-        "scheduling": asdict(result.report.config),
-        "step_time": asdict(result.fit.step_time),
-        "overhead_s": result.fit.overhead_s,
-        "fit_worst_error": result.fit.worst,
-        "late_s": {"p95": _late(result.served, 0.95), "max": _late(result.served, 1.0)},
-        "answers_made_up": result.num_made_up,
-        "problems": _problems(result.served),
-        "live": asdict(result.live),
-        "simulated": asdict(result.simulated),
-        "tiers": tiers,
-    }
-
-
-def _late(served: Sequence[Served], share: float) -> float:
-    return max(0.0, percentile([one.late_s for one in served], share) or 0.0)
-
-
-def _problems(served: Sequence[Served]) -> dict[str, int]:
-    return dict(Counter(one.problem for one in served if one.problem).most_common(MAX_PROBLEMS))
-
-
-def _print(result: Replayed) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=100)
-    console.print(f"{_described(result.trace)}\nto {plain(result.model)} on {result.url}\n")
-    console.print(_table(result))
-    for line in _remarks(result):
-        console.print(line)
-
-
-def _table(result: Replayed) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("", "live", "simulated", "live / simulated"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, live, simulated in _rows(result):
-        ratio = f"{live / simulated:.2f}" if live is not None and simulated else "-"
-        table.add_row(name, _number(live), _number(simulated), ratio)
-    return table
-
-
-def _rows(result: Replayed) -> Iterator[tuple[str, float | None, float | None]]:
-    live, simulated = result.live, result.simulated
-    for ending in Ending:
-        if live.endings[ending] or simulated.endings[ending]:
-            yield f"requests {ending}", live.endings[ending], simulated.endings[ending]
-    for name, mine, theirs in (
-        ("TTFT", live.ttft_s, simulated.ttft_s),
-        ("whole answer", live.e2e_s, simulated.e2e_s),
-    ):
-        for share in ("p50", "p95", "p99"):
-            yield f"{name} {share}, s", getattr(mine, share), getattr(theirs, share)
-    yield "answer tokens / s", live.output_tokens_per_s, simulated.output_tokens_per_s
-    yield "first arrival to last end, s", live.makespan_s, simulated.makespan_s
-    yield "hit rate", live.hit_rate, simulated.hit_rate
-    yield "preemptions", live.num_preemptions, simulated.num_preemptions
-    yield "steps", live.num_steps, simulated.num_steps
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
-
-
-def _remarks(result: Replayed) -> Iterator[str]:
-    """What the figures rest on, and what went otherwise than the trace says."""
-    step, found = result.fit.step_time, result.fit
-    yield (
-        f"\nA step there takes {step.base_ms:.3g} ms + {step.token_us:.3g} us a token + {step.context_us:.3g} us a"
-        f" token of context, and a request {found.overhead_s * 1000:.3g} ms outside the engine"
-        f" (fitted within {found.worst:.0%})."
-    )
-    late_s = _late(result.served, 0.95)
-    if late_s > LATE_S:
-        yield f"This machine sent requests late, 5 % by more than {late_s:.2f} s: the server had it easier than it was."
-    if result.num_made_up:
-        yield (
-            f"{result.num_made_up:,} answers were not there when a later prompt needed them: it had made-up text in"
-            " their place, and found less in the cache than the simulator thinks."
-        )
-    for problem, count in _problems(result.served).items():
-        yield f"{count:,} times: {problem}"

@@ -99,6 +99,8 @@ def fit(probes: Sequence[Probe]) -> Fit:
         whole = [0.0] * len(rows[0])
         for column, value in zip(columns, found, strict=True):
             whole[column] = value
+        if not whole[1] and not whole[2]:  # a step takes time, whatever was measured
+            continue
         error = sum((_dot(row, whole) - 1) ** 2 for row in scaled)
         if best is None or error < best[0]:
             best = error, whole
@@ -110,11 +112,9 @@ def fit(probes: Sequence[Probe]) -> Fit:
 
 
 def _choices(num_columns: int) -> Iterator[tuple[int, ...]]:
-    """Which unknowns are not zero. A step takes time: the second or the third is among them."""
+    """Which unknowns are not zero."""
     for size in range(1, num_columns + 1):
-        for columns in combinations(range(num_columns), size):
-            if 1 in columns or 2 in columns:
-                yield columns
+        yield from combinations(range(num_columns), size)
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
@@ -218,7 +218,7 @@ def predicted_part(report: SimReport, overhead_s: float, tier: Priority | None =
         endings=_counted(_ENDINGS[one.outcome] for one in records),
         ttft_s=_spread(None if one.ttft_s is None else one.ttft_s + overhead_s for one in records),
         e2e_s=_spread(None if one.finish_s is None else one.finish_s - one.arrival_s + overhead_s for one in records),
-        output_tokens_per_s=sum(one.num_outputs for one in records) / makespan_s,
+        output_tokens_per_s=sum(one.num_outputs for one in records) / makespan_s if makespan_s else 0.0,
         makespan_s=makespan_s,
     )
 
