@@ -16,7 +16,7 @@ JOBS   ?= auto
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint format sim equality precision bench sanitize clean
+.PHONY: help install serve test lint format sim equality precision bench sanitize clients clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -86,6 +86,9 @@ sanitize: $(STAMP)  ## the native backend's tests, its C under the address and u
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
 		$(BIN)/python -m pytest --capture=sys tests/$(NATIVE:quire/%=%)
+
+clients: $(STAMP)  ## clients nobody here wrote, in environments of their own, against the real server: CLIENTS="llm litellm"
+	@$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 clean:          ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -1,0 +1,68 @@
+"""The fixed script, by LangChain's client of OpenAI's protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import checks
+import openai
+from langchain_openai import ChatOpenAI
+
+TOOL = {"name": "get_weather", "description": "The weather of a city.", "parameters": checks.CITY_SCHEMA}
+
+
+def model(name: str = checks.MODEL, **more: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=name, base_url=f"{checks.URL}/v1", api_key="none", temperature=0, max_tokens=64, max_retries=0, **more
+    )
+
+
+def models() -> object:
+    found = [one.id for one in model().root_client.models.list()]
+    checks.expect(checks.MODEL in found, found)
+    return ", ".join(found)
+
+
+def chat() -> object:
+    text = str(model().invoke(checks.QUESTION).content)
+    checks.expect(checks.ANSWER in text, text)
+    return text
+
+
+def stream() -> object:
+    pieces = [str(chunk.content) for chunk in model().stream(checks.QUESTION)]
+    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
+    newer = model(use_responses_api=True, output_version="responses/v1").invoke(checks.QUESTION)
+    checks.expect(newer.text == "".join(pieces), newer)
+    return f"{len(pieces)} chunks; the same by /v1/responses"
+
+
+def tool() -> object:
+    (call,) = model().bind_tools([TOOL], tool_choice="required").invoke(checks.WEATHER).tool_calls
+    checks.expect(call["name"] == "get_weather", call)
+    return checks.expect_city(call["args"])
+
+
+def schema() -> object:
+    shaped = model().with_structured_output(
+        {"title": "capital", **checks.CAPITAL_SCHEMA}, method="json_schema", strict=True
+    )
+    return checks.expect_capital(shaped.invoke(checks.QUESTION))
+
+
+def error() -> object:
+    try:
+        model(checks.NO_MODEL).invoke(checks.QUESTION)
+    except openai.NotFoundError as problem:
+        return checks.expect_no_model(problem.message)
+    raise AssertionError("no error")
+
+
+def usage() -> object:
+    counts = [model().invoke(checks.LONG).usage_metadata["input_token_details"]["cache_read"] for _ in range(2)]
+    return checks.expect_cached(*counts)
+
+
+if __name__ == "__main__":
+    all_checks = (models, chat, stream, tool, schema, error, usage)
+    checks.run("langchain-openai", {check.__name__: check for check in all_checks})

@@ -1,0 +1,73 @@
+"""The fixed script, by LiteLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import checks
+import litellm
+
+TOOL = {"name": "get_weather", "description": "The weather of a city.", "parameters": checks.CITY_SCHEMA}
+
+
+def ask(content: str, model: str = checks.MODEL, **more: Any) -> Any:
+    return litellm.completion(
+        model=f"openai/{model}",
+        messages=[{"role": "user", "content": content}],
+        api_base=f"{checks.URL}/v1",
+        api_key="none",
+        temperature=0,
+        num_retries=0,
+        **{"max_tokens": 64, **more},
+    )
+
+
+def models() -> object:
+    found = litellm.get_valid_models(
+        check_provider_endpoint=True, custom_llm_provider="openai", api_base=f"{checks.URL}/v1", api_key="none"
+    )
+    checks.expect(checks.MODEL in found, found)
+    return ", ".join(found)
+
+
+def chat() -> object:
+    text = str(ask(checks.QUESTION).choices[0].message.content)
+    checks.expect(checks.ANSWER in text, text)
+    return text
+
+
+def stream() -> object:
+    pieces = [chunk.choices[0].delta.content or "" for chunk in ask(checks.QUESTION, stream=True)]
+    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
+    return f"{len(pieces)} chunks"
+
+
+def tool() -> object:
+    answer = ask(checks.WEATHER, tools=[{"type": "function", "function": TOOL}], tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls
+    checks.expect(call.function.name == "get_weather", call)
+    return checks.expect_city(call.function.arguments)
+
+
+def schema() -> object:
+    shape = {"name": "capital", "schema": checks.CAPITAL_SCHEMA, "strict": True}
+    answer = ask(checks.QUESTION, response_format={"type": "json_schema", "json_schema": shape})
+    return checks.expect_capital(answer.choices[0].message.content)
+
+
+def error() -> object:
+    try:
+        ask(checks.QUESTION, checks.NO_MODEL)
+    except litellm.NotFoundError as problem:
+        return checks.expect_no_model(str(problem))
+    raise AssertionError("no error")
+
+
+def usage() -> object:
+    counts = [ask(checks.LONG, max_tokens=4).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+    return checks.expect_cached(*counts)
+
+
+if __name__ == "__main__":
+    litellm.suppress_debug_info = True
+    checks.run("litellm", {check.__name__: check for check in (models, chat, stream, tool, schema, error, usage)})

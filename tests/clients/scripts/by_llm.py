@@ -1,0 +1,99 @@
+"""The fixed script, by the `llm` command of its own environment, with a folder of its own for what it keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import checks
+
+FOLDER = Path(tempfile.mkdtemp(prefix="llm-"))
+FUNCTION = """
+def get_weather(city: str) -> str:
+    "The weather of a city."
+    return f"sunny in {city}"
+"""
+
+
+def llm(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("llm")), *options]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "LLM_USER_PATH": str(FOLDER)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    checks.expect(done.returncode == status, (done.returncode, done.stdout[-300:], done.stderr[-300:]))
+    return done
+
+
+def ask(content: str, *options: str, model: str = "quire", status: int = 0) -> subprocess.CompletedProcess[str]:
+    return llm("-m", model, "-o", "temperature", "0", "-o", "max_tokens", "64", *options, content, status=status)
+
+
+def models() -> object:
+    """It lists what it was told of; the server's own list is read by nobody here."""
+    text = llm("models", "list").stdout
+    checks.expect("quire" in text, text)
+    return "as configured"
+
+
+def chat() -> object:
+    text = ask(checks.QUESTION, "--no-stream").stdout
+    checks.expect(checks.ANSWER in text, text)
+    return text
+
+
+def stream() -> object:
+    whole, text = ask(checks.QUESTION, "--no-stream").stdout, ask(checks.QUESTION).stdout
+    checks.expect(text.strip() == whole.strip(), text)
+    newer = llm("-m", "quire-responses", "-o", "temperature", "0", checks.QUESTION).stdout
+    checks.expect(newer.strip() == whole.strip(), newer)
+    return "the same; and by /v1/responses"
+
+
+def tool() -> object:
+    """It cannot require a call: whether there is one is the model's choice, and both are an answer."""
+    done = ask(checks.WEATHER, "--functions", FUNCTION, "--td", "--chain-limit", "2")
+    is_called = "get_weather" in done.stderr
+    return "called" if is_called else "not called: this client cannot require it"
+
+
+def schema() -> object:
+    return checks.expect_capital(ask(checks.QUESTION, "--schema", json.dumps(checks.CAPITAL_SCHEMA)).stdout)
+
+
+def error() -> object:
+    return checks.expect_no_model(ask(checks.QUESTION, model="nothing", status=1).stderr)
+
+
+def usage() -> object:
+    counts: list[int] = []
+    for _ in range(2):
+        told = ask(checks.LONG, "--no-stream", "-u").stderr
+        found = re.search(r'"cached_tokens": (\d+)', told)
+        counts.append(int(found[1]) if found else 0)
+    return checks.expect_cached(*counts)
+
+
+def configure() -> None:
+    common = {"api_base": f"{checks.URL}/v1", "supports_schema": True, "supports_tools": True}
+    rows = [
+        {"model_id": "quire", "model_name": checks.MODEL, **common},
+        {"model_id": "quire-responses", "model_name": checks.MODEL, "responses": True, **common},
+        {"model_id": "nothing", "model_name": checks.NO_MODEL, **common},
+    ]
+    (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(rows))  # which is YAML too
+
+
+if __name__ == "__main__":
+    configure()
+    checks.run("llm", {check.__name__: check for check in (models, chat, stream, tool, schema, error, usage)})

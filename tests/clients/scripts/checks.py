@@ -1,0 +1,81 @@
+"""The fixed script that every client runs, each in its own words. Standard library only: it runs in their environments.
+
+A client makes functions named as `CHECKS` and calls `run`. What a check prints is a line of JSON for the runner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+URL = os.environ.get("QUIRE_URL", "http://127.0.0.1:8000")
+MODEL = os.environ.get("QUIRE_MODEL", "")
+NO_MODEL = "no-such-model"
+CHECKS = ("models", "chat", "stream", "tool", "schema", "error", "usage")
+
+QUESTION = "What is the capital of France?"
+ANSWER = "Paris"
+# Long enough to fill blocks of the cache, which hold 32 tokens each.
+LONG = os.environ.get("QUIRE_LONG") or f"Here are numbers: {', '.join(map(str, range(60)))}. Say one of them."
+WEATHER = "What is the weather in Paris?"
+CITY_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 24}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+CAPITAL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "capital": {"type": "string", "maxLength": 24},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+    },
+    "required": ["capital", "population"],
+    "additionalProperties": False,
+}
+
+
+def expect(is_true: object, what: object) -> None:
+    if not is_true:
+        raise AssertionError(f"not as expected: {what!r:.300}")
+
+
+def expect_city(arguments: str | Mapping[str, Any]) -> str:
+    """What a call of get_weather brought."""
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    expect(set(found) == {"city"} and isinstance(found["city"], str), found)
+    return f"get_weather({found['city']})"
+
+
+def expect_capital(text: str | Mapping[str, Any]) -> str:
+    found = json.loads(text) if isinstance(text, str) else text
+    expect(set(found) == {"capital", "population"}, found)
+    expect(isinstance(found["capital"], str) and isinstance(found["population"], int), found)
+    return json.dumps(dict(found))
+
+
+def expect_no_model(message: str) -> str:
+    """The error names what was asked for, and what there is."""
+    expect(NO_MODEL in message and MODEL in message, message)
+    return message
+
+
+def expect_cached(num_first: int, num_second: int) -> str:
+    expect(num_second >= 32 and num_second > num_first, (num_first, num_second))
+    return f"{num_first}, then {num_second} tokens cached"
+
+
+def run(client: str, checks: Mapping[str, Callable[[], object]]) -> None:
+    """Every one of them, in order; one that fails does not keep the others."""
+    assert tuple(checks) == CHECKS, f"{client} runs {tuple(checks)}"
+    for name, check in checks.items():
+        try:
+            detail, is_well = str(check()), True
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            detail, is_well = f"{type(error).__name__}: {error}", False
+        print(json.dumps({"check": name, "ok": is_well, "detail": " ".join(detail.split())[:200]}), flush=True)
