@@ -170,11 +170,11 @@ class Figures:
 
 def measured(served: Sequence[Served], *, num_preemptions: int | None, num_steps: int | None) -> Figures:
     billed = [one for one in served if one.num_prompt_tokens]
-    num_prompt_tokens = sum(one.num_prompt_tokens for one in billed)
+    num_queried = sum(one.num_prompt_tokens - 1 for one in billed)  # the last token is always computed
     num_cached = sum(one.num_cached_tokens for one in billed)
     return replace(
         measured_part(served),
-        hit_rate=num_cached / num_prompt_tokens if num_prompt_tokens else None,
+        hit_rate=num_cached / num_queried if num_queried else None,
         num_preemptions=num_preemptions,
         num_steps=num_steps,
     )
