@@ -195,7 +195,7 @@ class _Compiler:
         vocabulary = Vocabulary(
             tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
             eos_token_ids=eos_token_ids,
-            special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids)),
+            special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
         )
         self._library = llguidance
         self._tokenizer = llguidance.LLTokenizer(

@@ -1,0 +1,343 @@
+"""Grammars compiled for a real vocabulary, what they refuse, and answers that follow them through a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.request import FinishReason, Priority, SamplingParams
+from quire.engine import grammars as grammars_module
+from quire.engine.client import EngineClient
+from quire.engine.compiling import Compilations
+from quire.engine.grammars import Grammars, open_grammars
+from quire.engine.llm import LLM
+from quire.engine.outputs import GenerationOutput
+from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.wire import Add
+from quire.errors import InvalidRequest, QueueFull
+from quire.text.grammar import (
+    Grammar,
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from quire.text.tokenizer import Tokenizer
+from tests.engine.serving import client, run, usage
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return grammars_module._open_tokenizer(tiny_model, "auto")[0]
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
+    made = Grammars(lambda: (tokenizer, (2, 3)), tokenizer.vocab_size + 5)  # some models have more logits than words
+    yield made
+    made.close()
+
+
+def allowed(mask: bytes) -> set[int]:
+    return {8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1}
+
+
+def follows(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
+    """Whether the text is a whole answer: every token allowed in its place, and end-of-text after the last."""
+    matcher = grammars.compile(grammar).matcher()
+    tokens = tokenizer.encode_plain(text, at_start=False)
+    for place, token in enumerate(tokens):
+        if token not in allowed(matcher.mask()):
+            return False
+        if matcher.consume(token):
+            return place == len(tokens) - 1
+    return 2 in allowed(matcher.mask())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (regex_grammar("[0-9]{3}"), ["123"], ["12", "1234", "abc"]),
+        (regex_grammar("^a+$"), ["a", "aaa"], ["", "ab"]),
+        (choice_grammar(["yes", "no", 'a.b*"c" \\d']), ["yes", "no", 'a.b*"c" \\d'], ["y", "axb", "maybe"]),
+        (json_schema_grammar(PERSON), ['{"name": "Bo", "age": 7}'], ['{"name": "Bo"}', '{"name": "Bo", "age": 121}']),
+        (json_object_grammar(), ["{}", '{"a": [1, null]}'], ["[]", "{", '{"a": }']),
+        (lark_grammar('start: "a" b\nb: "b" | "c" b'), ["ab", "accb"], ["a", "acc"]),
+        (json_schema_grammar({"type": "string", "not": {}}, strict=False), ['"x"'], ["1"]),
+    ],
+)
+def test_masks_allow_what_matches_and_nothing_else(
+    grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, right: list[str], wrong: list[str]
+) -> None:
+    assert [text for text in right if not follows(grammars, tokenizer, grammar, text)] == []
+    assert [text for text in wrong if follows(grammars, tokenizer, grammar, text)] == []
+
+
+def test_special_tokens_and_ids_without_a_word_are_never_allowed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    mask = grammars.compile(regex_grammar(r"(?s:.)*")).matcher().mask()
+    assert len(mask) == -(-(tokenizer.vocab_size + 5) // 8)
+    assert allowed(mask) & (tokenizer.special_ids | tokenizer.control_ids | {3}) == {2, 3}  # the answer may end here
+    assert max(allowed(mask)) < tokenizer.vocab_size
+    mask = grammars.compile(regex_grammar(r"(?s:.)+")).matcher().mask()
+    assert allowed(mask) & (tokenizer.special_ids | tokenizer.control_ids | {3}) == set()  # and here it may not
+
+
+REFUSED: list[tuple[str, Grammar, str]] = [
+    ("an open group", regex_grammar("(a"), "unclosed group"),
+    ("a look-around", regex_grammar("(?=a)b"), "look-around"),
+    ("what matches nothing", regex_grammar(r"[^\s\S]"), "no answer matches it"),
+    ("a schema that is itself", json_schema_grammar({"$ref": "#"}), "no answer matches it"),
+    ("a schema from the net", json_schema_grammar({"$ref": "http://127.0.0.1:9/x"}), "does not fetch"),
+    ("keywords nobody holds", json_schema_grammar({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ("a format nobody knows", json_schema_grammar({"type": "string", "format": "color"}), "Unknown format: color"),
+    ("x-guidance", Grammar(json_schema_grammar({}).kind, '{"not": {}, "x-guidance": {"lenient": true}}'), '"not"'),
+    ("a contradiction", json_schema_grammar({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
+    ("an unknown rule", lark_grammar("start: nothing"), "nothing"),
+    ("many states", regex_grammar("a{100000}"), "too complex: the choice of its first token"),
+    ("a chain of rules", lark_grammar("\n".join(f"a{i}: a{i + 1}" for i in range(4000)).replace("a0", "start")), ""),
+    (
+        "a chain of references",
+        json_schema_grammar(
+            {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}, "$ref": "#/$defs/d0"}
+        ),
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, grammar: Grammar, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^grammar") as caught:
+        grammars.compile(grammar)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert grammars.find(grammar) is None
+
+
+def test_what_takes_too_long_is_given_up_and_the_next_is_served(grammars: Grammars) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(InvalidRequest, match="compiling it takes more than 2 s"):
+        grammars.compile(json_schema_grammar({"type": "integer", "multipleOf": 99999999}))
+    assert time.monotonic() - start_s < 20
+    assert grammars.compile(regex_grammar("next")).matcher().mask()
+
+
+def test_compiled_grammars_are_kept_and_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_COMPILED", 3)
+    made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
+    try:
+        first = made.compile(regex_grammar("a0"))
+        for i in range(1, 6):
+            made.compile(regex_grammar(f"a{i}"))
+            assert made.compile(regex_grammar("a0")) is first  # used, so it stays
+        assert len(made) == 3
+        assert made.find(regex_grammar("a1")) is None
+        monkeypatch.setattr(grammars_module, "MAX_COMPILED_BYTES", 1)
+        made.compile(regex_grammar("b"))
+        assert len(made) == 0
+        assert made._num_bytes == 0
+    finally:
+        made.close()
+
+
+def test_a_grammar_that_is_being_compiled_is_not_compiled_again(grammars: Grammars) -> None:
+    grammar = json_schema_grammar({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}})
+    jobs = {id(grammars.submit(grammar)) for _ in range(5)}
+    assert len(jobs) == 1
+    assert grammars.compile(grammar) is grammars.find(grammar)
+
+
+def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    compiled = grammars.compile(regex_grammar("(?:ab|cd)"))
+    one, other = compiled.matcher(), compiled.matcher()
+    first = tokenizer.encode_plain("a", at_start=False)[0]
+    one.consume(first)
+    assert allowed(one.mask()) != allowed(other.mask())
+    assert allowed(other.mask()) == allowed(compiled.matcher().mask())
+
+
+def test_a_model_without_an_end_cannot_follow_a_grammar(tokenizer: Tokenizer) -> None:
+    made = Grammars(lambda: (tokenizer, ()), tokenizer.vocab_size)
+    with pytest.raises(InvalidRequest, match="no end-of-text token"):
+        made.compile(regex_grammar("a"))
+    made.close()
+
+
+def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.compiling.MAX_COMPILING", 2)
+    waiting = Compilations(grammars, lambda: None)
+    for number in (1, 2, 3):
+        add = Add((number,), (1,), SamplingParams(), Priority.NORMAL, "", (), regex_grammar(f"w{number}"))
+        if number < 3:
+            waiting.add(add)
+        else:
+            with pytest.raises(QueueFull, match="2 requests wait"):
+                waiting.add(add)
+    waiting.cancel(1)
+    assert len(waiting) == 1
+
+
+def test_the_engine_imports_without_llguidance() -> None:
+    code = "import sys; sys.modules['llguidance'] = None\nimport quire.engine.worker, quire.engine.llm"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_llguidance_a_grammar_says_what_to_install(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
+    with pytest.raises(ImportError, match=r"pip install 'quire\[native\]'"):
+        made.compile(regex_grammar("a"))
+    made.close()
+
+
+def test_ignoring_the_end_contradicts_a_grammar() -> None:
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        GenerationParams(grammar=regex_grammar("a"), ignore_eos=True)
+
+
+# Through a worker
+
+
+def ask(engine: EngineClient, prompt: str = "The quick", **params: Any) -> GenerationRequest:
+    settings = GenerationParams(**{"max_tokens": 60, "seed": 1, **params})
+    return engine.text.request(engine.text.encode(prompt, engine.max_context), settings)
+
+
+async def answer(engine: EngineClient, **params: Any) -> GenerationOutput:
+    generation = await engine.submit(ask(engine, **params))
+    return await generation.result()
+
+
+def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
+    """Of a model of random weights: only the masks can be the reason."""
+
+    async def work() -> None:
+        async with client(tiny_model, backend="native") as engine:
+            grammar = regex_grammar("(?:[a-z]{2} ){3}[0-9]{4}")
+            answers = await asyncio.gather(
+                answer(engine, grammar=grammar, n=3),
+                answer(engine, grammar=choice_grammar(["left", "right"])),
+                answer(engine),
+            )
+            for completion in answers[0].completions:
+                assert re.fullmatch("([a-z]{2} ){3}[0-9]{4}", completion.text)
+                assert completion.finish_reason is FinishReason.STOP
+            assert len({completion.text for completion in answers[0].completions}) > 1
+            assert answers[1].text in ("left", "right")
+            alone = await answer(engine, grammar=grammar, n=3)
+            assert [one.text for one in alone.completions] == [one.text for one in answers[0].completions]
+            assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
+    """A stream goes on while one is compiled for two seconds, and the worker is the same afterwards."""
+
+    async def work() -> None:
+        async with client(tiny_model, backend="fake", device="5ms", max_seqs=32) as engine:
+            await engine.start()
+            pid = engine.worker_pid
+            first = await answer(engine, grammar=regex_grammar("a"))  # the child has started
+            assert first.text == "a"
+            refused = [
+                asyncio.create_task(answer(engine, grammar=grammar))
+                for _, grammar, _ in [*REFUSED, ("", json_schema_grammar({"multipleOf": 99999999}), "")]
+            ]
+            gaps, last_s = [], time.monotonic()
+            stream = await engine.submit(ask(engine, max_tokens=200, ignore_eos=True))
+            async for _ in stream.deltas():
+                gaps.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
+            assert len(gaps) >= 200
+            assert max(gaps) < 1.0
+            found = await asyncio.gather(*refused, return_exceptions=True)
+            assert {type(one) for one in found} == {InvalidRequest}
+            assert engine.worker_pid == pid
+
+    run(work())
+
+
+def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="fake") as engine:
+            await engine.start()
+            generation = await engine.submit(ask(engine, grammar=json_schema_grammar({"multipleOf": 99999999})))
+            await asyncio.sleep(0.2)
+            assert await usage(engine) == (0, 1, 0)
+            generation.cancel()
+            assert await usage(engine) == (0, 0, 0)
+            assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
+
+    run(work())
+
+
+def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> None:
+    with LLM(tiny_model, num_blocks=100, num_threads=1) as llm:
+        grammar = regex_grammar("[ab]{1,30}x[cd]{1,30}")
+        (output,) = llm.generate("The", GenerationParams(grammar=grammar, stop="x", max_tokens=200, seed=2))
+        assert set(output.text) <= {"a", "b"}
+        assert output.completions[0].stop == "x"
+        tokens = {token: llm.text.tokenizer.encode_plain(token, at_start=False)[0] for token in "abcd"}
+        bias = {tokens["a"]: -100.0, tokens["c"]: -100.0}
+        plain = choice_grammar(["a", "b"])
+        (output,) = llm.generate("The", GenerationParams(grammar=plain, logit_bias=bias, temperature=0))
+        assert output.text == "b"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "fake"])
+def test_the_same_seed_gives_the_same_answer_in_a_crowd(tiny_model: Path, backend: str) -> None:
+    """With a pool so small that some are preempted and come back."""
+    with LLM(tiny_model, backend=backend, num_blocks=24, max_seqs=8, num_threads=1, block_size=16) as llm:
+        params = [
+            GenerationParams(
+                grammar=[json_schema_grammar(PERSON), regex_grammar("[a-z]{40}"), None][i % 3],
+                seed=i,
+                temperature=0.0 if i % 2 else 1.0,
+                repetition_penalty=1.2 if i % 4 == 0 else None,
+                max_tokens=40,
+            )
+            for i in range(9)
+        ]
+        together = llm.generate([f"Number {i}" for i in range(9)], params)
+        alone = [llm.generate(f"Number {i}", params[i])[0] for i in range(9)]
+        assert [one.completions[0].token_ids for one in together] == [one.completions[0].token_ids for one in alone]
+
+
+def test_the_real_model_answers_in_json(default_model: Path) -> None:
+    with LLM(default_model, num_blocks=200) as llm:
+        question = "Bob is 42 years old. Who is he? Answer in JSON."
+        (output,) = llm.chat(question, GenerationParams(grammar=json_schema_grammar(PERSON), temperature=0))
+        assert json.loads(output.text) == {"name": "Bob", "age": 42}
+        assert output.completions[0].finish_reason is FinishReason.STOP
+        with pytest.raises(InvalidRequest, match="grammar"):
+            llm.chat("x", GenerationParams(grammar=regex_grammar("(")))
+
+
+def test_the_vocabulary_of_a_gguf_is_opened_from_its_file(default_model: Path) -> None:
+    made = open_grammars(default_model, "auto", 49152)
+    matcher = made.compile(json_object_grammar()).matcher()
+    assert not matcher.consume(min(allowed(matcher.mask())))
+    made.close()

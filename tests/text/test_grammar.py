@@ -1,0 +1,82 @@
+"""Grammars as values: what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequest
+from quire.text.grammar import (
+    MAX_DEPTH,
+    MAX_SOURCE_CHARS,
+    Grammar,
+    GrammarKind,
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_json,
+    lark_text,
+    regex_grammar,
+)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("xml", "a", "kind 'xml'"),
+        (GrammarKind.REGEX, 5, "grammar = 5"),
+        (GrammarKind.REGEX, "a" * (MAX_SOURCE_CHARS + 1), "65537 characters"),
+        (GrammarKind.REGEX, "a\ud800", "U+D800 at character 1"),
+        (GrammarKind.JSON_SCHEMA, "{", "not JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is no JSON"),
+        (GrammarKind.JSON_SCHEMA, "true", "schema = true is not a JSON object"),
+        (GrammarKind.JSON_SCHEMA, "[" * 30000, "not JSON"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(kind: Any, source: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match="grammar") as caught:
+        Grammar(kind, source)
+    assert words in str(caught.value)
+
+
+def test_schemas_are_only_so_deep() -> None:
+    json_schema_grammar(nested(MAX_DEPTH))
+    with pytest.raises(InvalidRequest, match="nested 33 deep, more than 32"):
+        json_schema_grammar(nested(MAX_DEPTH + 1))
+    with pytest.raises(InvalidRequest, match="nested 33 deep"):
+        json_schema_grammar({"enum": [nested(MAX_DEPTH - 1)]})
+
+
+@pytest.mark.parametrize("schema", [None, [], "object", {"const": float("nan")}, {"const": object()}])
+def test_what_is_no_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="schema"):
+        json_schema_grammar(schema)
+
+
+@pytest.mark.parametrize("choices", [[], "yes", [1], ["a"] * 5000])
+def test_what_is_no_choice_is_refused(choices: Any) -> None:
+    with pytest.raises(InvalidRequest, match="choices"):
+        choice_grammar(choices)
+
+
+def test_strictness_is_part_of_the_value() -> None:
+    assert json_schema_grammar({}) != json_schema_grammar({}, strict=False)
+    assert json_object_grammar() == json_schema_grammar({"type": "object"})
+    assert regex_grammar("a") == Grammar(GrammarKind.REGEX, "a")
+
+
+def test_choices_are_taken_word_for_word() -> None:
+    assert choice_grammar(["a.b", "c|d"]).source == r"a\.b|c\|d"
+
+
+def test_terms_of_lark() -> None:
+    assert lark_text('say "é"\n') == '"say \\"é\\"\\n"'
+    assert lark_json({"type": "string"}).startswith('%json {"type": "string", "x-guidance": {"whitespace_flexible"')
