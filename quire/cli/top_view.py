@@ -47,12 +47,12 @@ def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> 
     if away:
         lines.append(Text(plain(away), "bold red"))
     bodies = [_model(model, width, 1 if screen.is_ascii else 0) for model in models]
-    rows = [_requests(model, width) for model in models]
+    busy = [model for model in models if _num_requests(model)]
+    room: int | None = None  # of each, for its requests
     if height is not None:
-        room = height - 1 - len(lines) - sum(len(body) + 1 for body in bodies)
-        rows = [_cut(part, max(0, room // max(1, sum(map(bool, rows))))) for part in rows]
-    for body, part in zip(bodies, rows, strict=True):
-        lines += [Text(), *body, *part]
+        room = (height - 1 - len(lines) - sum(len(body) + 1 for body in bodies)) // max(1, len(busy))
+    for model, body in zip(models, bodies, strict=True):
+        lines += [Text(), *body, *_requests(model, width, room)]
     for line in lines:
         line.truncate(width, overflow="crop")
     return Text("\n").join(lines[: height - 1] if height is not None else lines)
@@ -152,20 +152,30 @@ def _troubles(engine: dict[str, Any]) -> list[Text]:
     return [_line(f"trouble   {'; '.join(found)}", "red")] if found else []
 
 
-def _requests(model: dict[str, Any], width: int) -> list[Text]:
+def _num_requests(model: dict[str, Any]) -> int:
     engine = model["engine"]
-    if engine is None or not (engine["requests"] or engine["num_other_requests"]):
+    return 0 if engine is None else len(engine["requests"]) + engine["num_other_requests"]
+
+
+def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]:
+    """A line each, in `room` lines with their title; those that have none are counted."""
+    total = _num_requests(model)
+    if not total or (room is not None and room < 3):
         return []
+    shown = model["engine"]["requests"]
+    if room is not None and 1 + len(shown) + (len(shown) < total) > room:
+        shown = shown[: room - 2]
     name_width = width - len(INDENT) - sum(size for _, _, size in COLUMNS)
     rows = [_line(f"{'request':<{name_width}}" + "".join(f"{title:>{size}}" for title, _, size in COLUMNS), "bold")]
-    for one in engine["requests"]:
+    for one in shown:
         name = plain(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
-        cells = "".join(f"{_cell(one[field]):>{size}}" for _, field, size in COLUMNS)
-        colour = "" if one["is_running"] else "bright_black"
-        mark = name if one["is_running"] else f"{name} waits"
-        rows.append(_line(f"{mark[: name_width - 1]:<{name_width}}{cells}", colour))
-    if others := engine["num_other_requests"]:
-        rows.append(_line(f"and {others:,} not shown here"))
+        cells = {field: _cell(one[field]) for _, field, _ in COLUMNS}
+        if not one["is_running"]:
+            cells["tokens_per_s"] = "waits"
+        row = "".join(f"{cells[field]:>{size}}" for _, field, size in COLUMNS)
+        rows.append(_line(f"{name[: name_width - 1]:<{name_width}}{row}", "" if one["is_running"] else "bright_black"))
+    if len(shown) < total:
+        rows.append(_line(f"and {total - len(shown):,} not shown here"))
     return rows
 
 
@@ -173,14 +183,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
     return plain(value) if isinstance(value, str) else f"{value:,}"
-
-
-def _cut(rows: list[Text], room: int) -> list[Text]:
-    if len(rows) <= room:
-        return rows
-    if room < 3:
-        return []
-    return [*rows[: room - 1], _line(f"and {len(rows) - room:,} more")]
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -1,0 +1,85 @@
+"""`quire top` with a server: one frame, snapshots for a program, and a terminal that outlives the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import Terminal, quire
+from tests.server.rig import FAKE, Server, serving
+
+KEY = "top-0000-key"
+NOBODY = {"QUIRE_SERVER": "", "QUIRE_API_KEY": "", "COLUMNS": "80", "LINES": "24"}
+LONG = {"prompt": [1] * 70, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[Server]:
+    del default_model  # is here now
+    with serving(*FAKE, "--device", "20ms", "--api-key", KEY, key=KEY) as server:
+        yield server
+
+
+def test_one_frame_shows_a_request_that_runs(server: Server) -> None:
+    sock = server.send_request(LONG, "/v1/completions")
+    try:
+        assert sock.recv(100)  # it runs
+        outcome = quire("top", "--once", "--server", server.url, "--api-key", KEY, env=NOBODY)
+    finally:
+        sock.close()
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    for words in (
+        server.url,
+        MODEL,
+        "in 399 blocks of 32 tokens",
+        "1 running",
+        "waiting 0 high",
+        "hits",
+        "tok/s",
+        "req_",
+    ):
+        assert words in outcome.stdout
+    server.wait_free()
+
+
+def test_snapshots_for_a_program(server: Server) -> None:
+    once = quire("top", "--once", "--json", "--server", server.url, "--api-key", KEY, env=NOBODY)
+    (found,) = map(json.loads, once.stdout.splitlines())
+    assert found["models"][0]["name"] == MODEL
+    command = [sys.executable, "-m", "quire", "top", "--json", "--interval", "0.1", "--server", server.url]
+    with subprocess.Popen([*command, "--api-key", KEY], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        first, second = json.loads(run.stdout.readline()), json.loads(run.stdout.readline())
+        run.terminate()
+    assert second["tick"] > first["tick"]
+
+
+def test_a_key_is_needed(server: Server) -> None:
+    for options in ((), ("--api-key", "wrong-0000-key")):
+        outcome = quire("top", "--once", "--server", server.url, *options, env=NOBODY)
+        assert (outcome.returncode, outcome.stdout, outcome.stderr.count("\n")) == (2, "", 1)
+        assert "API key" in outcome.stderr
+
+
+def test_at_a_terminal_it_waits_for_a_server_that_goes_away(default_model: Path) -> None:
+    del default_model  # is here now
+    with serving(*FAKE) as server:
+        terminal = Terminal("top", "--server", server.url, "--interval", "0.1", env={**NOBODY, "TERM": "xterm"})
+        try:
+            at = terminal.wait_for(MODEL)
+            server.stop()
+            terminal.wait_for("away: ", after=at)
+            port = str(server.address[1])
+            with serving(*FAKE, "--port", port, "--served-model-name", "come-back"):
+                terminal.wait_for("come-back", after=at)
+                terminal.type("\x03")
+                assert terminal.exit_code() == 0
+        finally:
+            terminal.close()
