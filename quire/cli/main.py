@@ -13,9 +13,10 @@ from typer.main import get_command
 from quire import __version__
 from quire.errors import QuireError
 
-# name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py.
+# name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py, or in the file
+# that FILES names.
 COMMANDS: dict[str, str] = {
-    "serve": "Serve a model to OpenAI and Anthropic clients.",
+    "serve": "Serve models to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
     "chat": "Talk with a model.",
     "bench": "Measure a model here.",
@@ -23,9 +24,15 @@ COMMANDS: dict[str, str] = {
     "models": "List the models on this machine and the ones that can be fetched.",
     "doctor": "Say what this machine has, what runs on it and how to get the rest.",
     "sim": "Run the real scheduler on a trace.",
+    "ps": "List the models of a server, loaded or not.",
+    "load": "Load a model of a server.",
+    "unload": "Unload a model of a server.",
+    "pin": "Keep a model of a server in memory.",
+    "unpin": "Let it go when room is needed.",
     "top": "Show what a server does, live.",
     "replay": "Play a trace to a server, beside what the simulator says.",
 }
+FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin"), "residents")
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -44,7 +51,7 @@ class _Commands(TyperGroup):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"quire.cli.{cmd_name}")
+        module = importlib.import_module(f"quire.cli.{FILES.get(cmd_name, cmd_name)}")
         command = typer.Typer(**_SETTINGS)
         settings = getattr(module, "CONTEXT", None)
         command.command(name=cmd_name, context_settings=settings)(getattr(module, cmd_name))

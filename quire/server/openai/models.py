@@ -37,6 +37,7 @@ async def model_entries(model: models.Model) -> list[Model]:
             id=name,
             created=model.created,
             root=model.root,
+            alias_of=None if name == model.name else model.name,
             max_model_len=model.max_context or 0,
             state=model.state.value,
             num_bytes=model.num_bytes,

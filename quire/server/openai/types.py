@@ -292,6 +292,7 @@ class Model(Struct, kw_only=True):
     state: Annotated[str, Meta(description="unloaded, loading, ready, unloading or failed.")] = "ready"
     num_bytes: Annotated[int, Meta(description="Weights and KV cache as held, or an estimate before it is loaded.")] = 0
     is_pinned: bool = False
+    alias_of: Annotated[str | None, Meta(description="The first name of the same model.")] = None
     type: Literal["model"] = "model"  # this and the next two for Anthropic's client
     display_name: str
     created_at: str

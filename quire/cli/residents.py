@@ -1,0 +1,103 @@
+"""`quire ps`, `load`, `unload`, `pin`, `unpin`: the models of a running server."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli import loading
+from quire.cli.models import size
+from quire.cli.remote import Server, plain, reach_server
+
+Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` lists.")]
+
+
+def ps(
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the models of a server: which are loaded, and what they hold."""
+    remote = reach_server(server, api_key)
+    found = remote.get("/v1/models")
+    entries = found.get("data") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise remote.misspoke("a list of models that is none", found)
+    if as_json:
+        typer.echo(json.dumps(entries, indent=2))
+    else:
+        _print_table(entries)
+
+
+def load(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+    """Load a model into a server, and wait for it. Others may have to go for it."""
+    _tell(_order(reach_server(server, api_key), "load", {"model": name}))
+
+
+def unload(
+    name: Name,
+    server: loading.ServerOption = None,
+    api_key: loading.KeyOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Cut requests under way.")] = False,
+) -> None:
+    """Unload a model of a server, when its requests have ended. The next request loads it again."""
+    _tell(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
+
+
+def pin(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+    """Keep a model in memory, once it is there, whoever needs room."""
+    _tell(_order(reach_server(server, api_key), "pin", {"model": name}))
+
+
+def unpin(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+    """Let a model go when room is needed."""
+    _tell(_order(reach_server(server, api_key), "unpin", {"model": name}))
+
+
+def _order(remote: Server, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    with remote.open("POST", f"/v1/models/{verb}", body) as response:
+        found = remote.parse(b"".join(remote.chunks(response)))
+    if not isinstance(found, dict) or not isinstance(found.get("state"), str):
+        raise remote.misspoke("no state of a model", found)
+    return found
+
+
+def _tell(found: dict[str, Any]) -> None:
+    pinned = ", pinned" if found.get("is_pinned") is True else ""
+    typer.echo(f"{plain(str(found.get('model')))} is {plain(found['state'])}{pinned}")
+
+
+def _print_table(entries: list[dict[str, Any]]) -> None:
+    """One row a model: its other names stand beside it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a file has room for long names
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "aliases", "state"):
+        table.add_column(column, overflow="fold")
+    for column in ("memory", "context"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, aliases, entry in _by_model(entries):
+        state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
+        num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
+        shown = size(num_bytes) if type(num_bytes) is int else "?"
+        row = [name, ", ".join(aliases), state, shown if entry.get("state") == "ready" else f"({shown})", str(context)]
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    console.print(table)
+
+
+def _by_model(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], dict[str, Any]]]:
+    found: list[tuple[str, list[str], dict[str, Any]]] = []
+    for entry in entries:
+        name, alias_of = str(entry.get("id")), entry.get("alias_of")
+        if alias_of is None or not found:
+            found.append((name, [], entry))
+        else:
+            found[-1][1].append(name)
+    return found

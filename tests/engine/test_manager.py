@@ -1,0 +1,530 @@
+"""Who is loaded and who goes: the rules of the manager, with models that are nothing but numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from quire.engine.manager import Manager, ModelState, Needs, Seat
+from quire.errors import LoadFailed, ModelFileError, ModelTooLarge
+
+LIMIT_S = 10.0
+UNLOADED, LOADING, READY = ModelState.UNLOADED, ModelState.LOADING, ModelState.READY
+UNLOADING, FAILED = ModelState.UNLOADING, ModelState.FAILED
+
+
+@dataclass
+class FakeModel:
+    """Takes a turn of the event loop for everything, or as long as `gate` says."""
+
+    name: str
+    weight_bytes: int = 30
+    kv_bytes: int | None = 10
+    context_bytes: int = 10
+    truth_bytes: int | None = None  # weights as they turn out to be
+    log: list[str] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    error: Exception | None = None
+    given: int | None = None
+    on_cut: Callable[[], None] = lambda: None
+    loads_now: list[str] = field(default_factory=list)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(self.weight_bytes, self.context_bytes, self.kv_bytes)
+
+    async def measure(self) -> Needs:
+        await asyncio.sleep(0)
+        return self.needs
+
+    async def load(self, kv_bytes: int | None) -> int:
+        self.loads_now.append(self.name)
+        assert self.loads_now == [self.name], "one load at a time"
+        try:
+            self.log.append(f"load {self.name}")
+            await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.loads_now.remove(self.name)
+        self.given = kv_bytes
+        self.weight_bytes = self.truth_bytes or self.weight_bytes
+        return self.weight_bytes + (kv_bytes or 0)
+
+    async def unload(self) -> None:
+        self.log.append(f"unload {self.name}")
+        await asyncio.sleep(0)
+
+    def cut(self) -> None:
+        self.log.append(f"cut {self.name}")
+        self.on_cut()
+
+
+class Rig:
+    def __init__(self, names: str, budget: int | None, **fields: object) -> None:
+        self.log: list[str] = []
+        loads_now: list[str] = []
+        self.models = {name: FakeModel(name, log=self.log, loads_now=loads_now) for name in names}
+        for name, value in fields.items():
+            for model in self.models.values():
+                setattr(model, name, value)
+        self.seats = {name: Seat(model) for name, model in self.models.items()}
+        self.manager = Manager(list(self.seats.values()), budget)
+
+    async def touch(self, *names: str) -> None:
+        """A request each, one after the other."""
+        for name in names:
+            await self.hold(name)
+            self.release(name)
+
+    async def hold(self, name: str) -> None:
+        await self.manager.hold(self.seats[name])
+        assert self.manager.budget_bytes is None or self.manager.num_bytes <= self.manager.budget_bytes
+
+    def release(self, name: str) -> None:
+        self.manager.release(self.seats[name])
+
+    def begin(self, name: str) -> asyncio.Task[None]:
+        return asyncio.create_task(self.hold(name))
+
+    def states(self) -> str:
+        """Of each, by first letters."""
+        return " ".join(f"{name}:{seat.state}" for name, seat in self.seats.items())
+
+    @property
+    def loaded(self) -> str:
+        return "".join(name for name, seat in self.seats.items() if seat.state is READY)
+
+
+async def settle(turns: int = 20) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), LIMIT_S)
+
+    asyncio.run(bounded())
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    async def test() -> None:
+        rig = Rig("abcd", 120)  # 40 each: three fit
+        await rig.touch("a", "b", "c", "a")
+        assert rig.loaded == "abc"
+        await rig.touch("d")
+        assert rig.loaded == "acd"  # b was used longest ago
+        await rig.touch("b")
+        assert rig.loaded == "abd"  # then c
+        assert rig.log == ["load a", "load b", "load c", "unload b", "load d", "unload c", "load b"]
+        assert rig.manager.num_bytes == 120
+
+    run(test)
+
+
+def test_a_large_one_takes_the_place_of_several_and_no_more() -> None:
+    async def test() -> None:
+        rig = Rig("abcd", 130)
+        rig.models["d"].weight_bytes = 70  # 80 in all
+        await rig.touch("a", "b", "c", "d")
+        assert rig.loaded == "cd"
+        assert rig.manager.num_bytes == 120
+
+    run(test)
+
+
+def test_a_pinned_one_stays_whoever_comes() -> None:
+    async def test() -> None:
+        rig = Rig("abc", 80)
+        rig.manager.pin(rig.seats["a"])
+        await rig.touch("a", "b", "c", "b", "c")
+        assert rig.loaded == "ac"
+        rig.manager.pin(rig.seats["c"])
+        with pytest.raises(ModelTooLarge, match=r"b needs .* pinned models hold"):
+            await rig.hold("b")
+        assert rig.loaded == "ac"
+        rig.manager.unpin(rig.seats["a"])
+        await rig.touch("b")
+        assert rig.loaded == "bc"
+
+    run(test)
+
+
+def test_what_can_never_fit_is_refused_and_moves_nobody() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 2**20 * 50)
+        rig.models["b"].weight_bytes = 2**20 * 60
+        await rig.touch("a")
+        with pytest.raises(ModelTooLarge, match=r"^b needs 60\.0 MiB; the models of this server have 50\.0 MiB$"):
+            await rig.hold("b")
+        assert (rig.states(), rig.log) == ("a:ready b:failed", ["load a"])
+
+    run(test)
+
+
+def test_one_load_at_a_time_in_the_order_they_were_wanted() -> None:
+    async def test() -> None:
+        rig = Rig("abcde", None)
+        await asyncio.gather(*(rig.hold(name) for name in "cabed"))
+        assert rig.log == [f"load {name}" for name in "cabed"]  # FakeModel.load checks that they do not overlap
+
+    run(test)
+
+
+def test_many_who_wait_cause_one_load() -> None:
+    async def test() -> None:
+        rig = Rig("a", 100)
+        await asyncio.gather(*(rig.hold("a") for _ in range(50)))
+        assert rig.log == ["load a"]
+        assert rig.seats["a"].num_leases == 50
+
+    run(test)
+
+
+def test_a_busy_one_is_waited_for_and_takes_nothing_new() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+        await rig.hold("a")
+        wants_b = rig.begin("b")
+        await settle()
+        assert rig.states() == "a:unloading b:loading"
+        later = [rig.begin("a") for _ in range(3)]  # a stream of requests for a cannot starve b
+        await settle()
+        assert not any(task.done() for task in later)
+        rig.release("a")
+        await wants_b
+        assert rig.log == ["load a", "unload a", "load b"]
+        await settle()
+        assert rig.states() == "a:loading b:unloading"  # now those wait for b
+        rig.release("b")
+        await asyncio.gather(*later)
+        assert rig.states() == "a:ready b:unloaded"
+
+    run(test)
+
+
+def test_one_that_becomes_idle_goes_in_place_of_the_busy_one_that_was_chosen() -> None:
+    async def test() -> None:
+        rig = Rig("abc", 80)
+        await rig.hold("a")
+        await rig.hold("b")
+        wants_c = rig.begin("c")
+        await settle()
+        assert rig.states() == "a:unloading b:ready c:loading"  # a was used longest ago
+        waits_for_a = rig.begin("a")
+        await settle()
+        rig.release("b")
+        await wants_c
+        await waits_for_a
+        assert rig.states() == "a:ready b:unloaded c:ready"
+        assert rig.log == ["load a", "load b", "unload b", "load c"]
+
+    run(test)
+
+
+def test_those_who_waited_begin_before_anyone_can_make_room_of_it() -> None:
+    """Else two models that are both wanted could load and unload for ever, and serve nobody."""
+
+    async def test() -> None:
+        rig = Rig("ab", 40)
+
+        async def client(name: str) -> None:
+            for _ in range(10):
+                await rig.hold(name)
+                await asyncio.sleep(0)
+                rig.release(name)
+
+        await asyncio.gather(*(client(name) for name in "abababab"))
+        assert len(rig.log) <= 2 * 80  # at worst a load and an unload for each request
+
+    run(test)
+
+
+def test_a_load_that_nobody_waits_for_any_more_moves_nobody() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+        await rig.hold("a")
+        wants_b = rig.begin("b")
+        await settle()
+        waits_for_a = rig.begin("a")
+        await settle()
+        wants_b.cancel()
+        await waits_for_a  # a stays, and goes on
+        assert (rig.states(), rig.log) == ("a:ready b:unloaded", ["load a"])
+
+    run(test)
+
+
+def test_who_leaves_at_the_moment_it_is_ready_leaves_no_lease_behind() -> None:
+    async def test() -> None:
+        rig = Rig("a", 40)
+        gate = rig.models["a"].gate = asyncio.Event()
+        wants = [rig.begin("a") for _ in range(2)]
+        await settle()
+        gate.set()
+        while rig.seats["a"].state is not READY:
+            await asyncio.sleep(0)
+        wants[0].cancel()
+        await asyncio.wait(wants)
+        assert rig.seats["a"].num_leases == 1
+
+    run(test)
+
+
+def test_a_load_that_fails_tells_all_who_wait_and_is_tried_again() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+        rig.models["a"].error = ModelFileError("not sound")
+        results = await asyncio.gather(*(rig.hold("a") for _ in range(3)), return_exceptions=True)
+        assert [str(result) for result in results] == ["not sound"] * 3
+        assert (rig.seats["a"].state, rig.seats["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
+        await rig.touch("b")  # the room it was given is free
+        rig.models["a"].error = None
+        await rig.touch("a")
+        assert rig.states() == "a:ready b:unloaded"
+
+    run(test)
+
+
+def test_failures_in_a_row_are_tried_the_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        rig = Rig("ab", None)
+        rig.models["a"].error = RuntimeError("bug")
+        slept: list[float] = []
+        sleep = asyncio.sleep
+
+        async def note(delay_s: float) -> None:
+            slept.extend([delay_s] if delay_s else [])
+            await sleep(0)
+
+        monkeypatch.setattr("quire.engine.manager.asyncio.sleep", note)
+        for _ in range(9):
+            with pytest.raises(LoadFailed, match="RuntimeError: bug"):
+                await rig.hold("a")
+        assert slept == [1, 2, 4, 8, 16, 30, 30]
+        rig.models["a"].error = None
+        await rig.touch("a")
+        assert rig.seats["a"].num_failed_in_a_row == 0
+
+    run(test)
+
+
+def test_weights_that_turn_out_larger_push_out_others() -> None:
+    async def test() -> None:
+        rig = Rig("abc", 120)
+        rig.models["c"].truth_bytes = 60
+        await rig.touch("a", "b", "c")
+        assert (rig.loaded, rig.manager.num_bytes) == ("bc", 110)
+
+    run(test)
+
+
+def test_weights_that_turn_out_larger_leave_less_for_kv() -> None:
+    async def test() -> None:
+        rig = Rig("a", 100, kv_bytes=None)
+        rig.models["a"].truth_bytes = 80
+        await rig.touch("a")
+        assert rig.models["a"].given == 20
+        assert rig.log == ["load a", "unload a", "load a"]
+        assert rig.manager.num_bytes == 100
+
+    run(test)
+
+
+def test_weights_that_turn_out_larger_than_all_there_is() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 100)
+        rig.models["a"].truth_bytes = 95
+        with pytest.raises(ModelTooLarge):
+            await rig.hold("a")
+        assert rig.manager.num_bytes == 0
+        assert rig.log == ["load a", "unload a"]
+        await rig.touch("b")
+        assert rig.loaded == "b"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("budget", "context", "kv"),
+    [
+        (200, 10, 70),  # (200 - 2 * 30) / 2
+        (200, 90, 90),  # a full context is more
+        (50, 10, 10),  # the weights of all leave nothing: a full context, and one at a time
+        (50, 90, 20),  # not even that: what there is
+    ],
+)
+def test_the_share_of_kv(budget: int, context: int, kv: int) -> None:
+    async def test() -> None:
+        rig = Rig("ab", budget, kv_bytes=None, context_bytes=context)
+        await rig.touch("a")
+        assert rig.models["a"].given == kv
+        await rig.touch("b")
+        assert rig.models["b"].given == kv
+
+    run(test)
+
+
+def test_what_is_set_for_one_is_not_shared() -> None:
+    async def test() -> None:
+        rig = Rig("abc", 300, kv_bytes=None)
+        rig.models["a"].kv_bytes = 110
+        await rig.touch("a", "b", "c")
+        assert [rig.models[name].given for name in "abc"] == [110, 50, 50]  # (300 - 90 - 110) / 2
+        assert (rig.loaded, rig.manager.num_bytes) == ("abc", 300)
+
+    run(test)
+
+
+def test_without_a_budget_each_takes_what_it_thinks_best() -> None:
+    async def test() -> None:
+        rig = Rig("a", None, kv_bytes=None)
+        await rig.touch("a")
+        assert rig.models["a"].given is None
+
+    run(test)
+
+
+def test_idle_models_are_unloaded_and_busy_or_pinned_ones_are_not() -> None:
+    async def test() -> None:
+        rig = Rig("abc", None)
+        for seat in rig.seats.values():
+            seat.idle_unload_s = 0.05
+        rig.manager.pin(rig.seats["b"])
+        await rig.touch("b", "c")
+        await rig.hold("a")
+        await asyncio.sleep(0.2)
+        assert rig.states() == "a:ready b:ready c:unloaded"
+        rig.release("a")
+        rig.manager.unpin(rig.seats["b"])
+        await asyncio.sleep(0.03)
+        await rig.touch("a")  # used in between: its time begins again
+        await asyncio.sleep(0.03)
+        assert rig.seats["a"].state is READY
+        await asyncio.sleep(0.2)
+        assert rig.loaded == ""
+
+    run(test)
+
+
+def test_unload_waits_for_what_is_under_way() -> None:
+    async def test() -> None:
+        rig = Rig("a", None)
+        await rig.hold("a")
+        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"]))
+        await settle()
+        assert (unloading.done(), rig.seats["a"].state) == (False, UNLOADING)
+        rig.release("a")
+        await unloading
+        assert (rig.seats["a"].state, rig.manager.num_bytes) == (UNLOADED, 0)
+        await rig.manager.unload(rig.seats["a"])  # again: nothing to do
+        assert rig.log == ["load a", "unload a"]
+
+    run(test)
+
+
+def test_unload_by_force_cuts_what_is_under_way() -> None:
+    async def test() -> None:
+        rig = Rig("a", None)
+        rig.models["a"].on_cut = lambda: rig.release("a")
+        await rig.hold("a")
+        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        assert rig.log == ["load a", "cut a", "unload a"]
+
+    run(test)
+
+
+def test_unload_by_force_ends_a_load() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+        rig.models["a"].gate = asyncio.Event()
+        wants = rig.begin("a")
+        await settle()
+        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        with pytest.raises(LoadFailed, match="unloaded before it was ready"):
+            await wants
+        assert rig.states() == "a:unloaded b:unloaded"
+        await rig.touch("b")
+
+    run(test)
+
+
+def test_loading_without_a_request() -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+        await rig.manager.load(rig.seats["a"])
+        assert (rig.loaded, rig.seats["a"].num_leases) == ("a", 0)
+        await rig.manager.load(rig.seats["b"])
+        assert rig.loaded == "b"
+
+    run(test)
+
+
+def test_closing_ends_everything_at_once() -> None:
+    async def test() -> None:
+        rig = Rig("abcd", 80)
+        await rig.hold("a")
+        await rig.touch("b")
+        rig.models["c"].gate = asyncio.Event()
+        wants = [rig.begin("c"), rig.begin("d")]
+        await settle()
+        await rig.manager.close()
+        results = await asyncio.gather(*wants, return_exceptions=True)
+        assert all(isinstance(result, LoadFailed) for result in results)
+        assert not any(seat.is_loaded for seat in rig.seats.values())
+        assert rig.log.count("unload a") == 1
+        with pytest.raises(LoadFailed, match="shutting down"):
+            await rig.hold("a")
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_traffic(seed: int) -> None:
+    """Everyone is served, the budget is kept at every moment, and nothing is left over."""
+
+    async def test() -> None:
+        random = Random(seed)
+        rig = Rig("abcdef", 100)
+        for model in rig.models.values():
+            model.weight_bytes = random.randint(5, 80)
+        served: list[str] = []
+
+        async def client() -> None:
+            for _ in range(8):
+                name = random.choice("abcdef")
+                try:
+                    async with asyncio.timeout(random.choice([0.002, 5])):
+                        await rig.hold(name)
+                except TimeoutError:
+                    continue
+                assert rig.seats[name].is_loaded
+                await asyncio.sleep(random.choice([0, 0, 0.001]))
+                assert rig.seats[name].is_loaded
+                rig.release(name)
+                served.append(name)
+
+        async def keeper() -> None:
+            for _ in range(15):
+                seat = rig.seats[random.choice("abcdef")]
+                await asyncio.sleep(0.001)
+                if random.random() < 0.5:
+                    await rig.manager.unload(seat)
+                elif not any(other.is_pinned for other in rig.seats.values()) and seat.num_bytes <= 10:
+                    rig.manager.pin(seat)
+                    rig.manager.unpin(seat)
+
+        await asyncio.gather(keeper(), *(client() for _ in range(12)))
+        assert len(served) > 12
+        await settle()
+        assert all(not seat.num_leases and not seat.waiters for seat in rig.seats.values())
+        await rig.manager.close()
+        assert rig.manager.num_bytes == 0
+        assert rig.log.count("load a") - rig.log.count("unload a") in (0, 1)
+
+    run(test)

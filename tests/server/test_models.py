@@ -1,0 +1,381 @@
+"""Several models in one server, over HTTP with the fake backend: who answers, who waits, who goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.serve import options_named
+from quire.cli.serve_models import list_models
+from quire.engine.build import EngineConfig
+from quire.errors import InvalidRequest
+from quire.server.config import ServeConfig
+from tests.cli.runs import quire
+from tests.server.rig import FAKE, Answer, Server, children, command_line, serving
+from tests.tiny import write_tiny_model
+
+LIMIT_S = 30.0
+LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+OPTIONS: dict[str, Any] = {"model": [], "models_dir": None, "idle_unload": None, "served_model_name": None}
+KEYS = """
+keys:
+  - {key: sk-admin-key, name: root, admin: true}
+  - {key: sk-two-at-once, name: two, max_requests: 2}
+  - {key: sk-plain-key, name: plain}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three small models, a, b and c; each takes 7.0 MB with 400 blocks."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc"):
+        write_tiny_model(folder / name, seed=seed)
+    return folder
+
+
+def configure(path: Path) -> ServeConfig:
+    """What `quire serve --config` would run with; nothing is looked for."""
+    options = {**OPTIONS, "config": path}
+    with options_named():
+        return ServeConfig(list_models(options, EngineConfig()))
+
+
+def model(server: Server, name: str) -> Any:
+    return server.get(f"/v1/models/{name}").json
+
+
+def states(server: Server) -> str:
+    return " ".join(entry["state"] for entry in server.get("/v1/models").json["data"] if not entry["alias_of"])
+
+
+def wait_state(server: Server, wanted: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while (found := states(server)) != wanted:
+        assert time.monotonic() < deadline, f"{found}, not {wanted}\n{server.log}"
+        time.sleep(0.02)
+
+
+def workers(server: Server) -> list[int]:
+    return [pid for pid in children(server.process.pid) if "quire.engine.worker" in command_line(pid)]
+
+
+@pytest.fixture(scope="module")
+def roomy(folder: Path) -> Iterator[Server]:
+    """All three fit."""
+    with serving("--models-dir", str(folder), *FAKE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tight(folder: Path) -> Iterator[Server]:
+    """Two of three fit; the third waits for room."""
+    options = ("--memory", "15M", "--device", "2ms", "--queue-timeout", "3")
+    with serving(*(str(folder / name) for name in "abc"), *FAKE, *options) as server:
+        yield server
+
+
+def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server) -> None:
+    assert states(roomy) == "ready unloaded unloaded"
+    assert "others     b, c: loaded when they are first asked for" in roomy.log
+    assert re.search(
+        r"budget     \d+\.\d\d GiB for the weights and KV of all models \(chosen by what is free", roomy.log
+    )
+    assert len(workers(roomy)) == 1
+    answers = [roomy.chat(**({"model": name} if name else {})).json for name in ("", "b", "a")]
+    assert [answer["model"] for answer in answers] == ["a", "b", "a"]
+    assert answers[0]["system_fingerprint"] == answers[2]["system_fingerprint"] != answers[1]["system_fingerprint"]
+    assert states(roomy) == "ready ready unloaded"
+    assert len(workers(roomy)) == 2
+    roomy.wait_for(r"1 request\(s\) wait for b, which is unloaded")
+    roomy.wait_for(r"quire.request: .* model=b ")
+
+
+def test_every_protocol_picks_by_model(roomy: Server) -> None:
+    for name in "ab":
+        body = {"model": name, "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
+        assert roomy.post("/v1/messages", body).json["model"] == name
+        assert roomy.post("/v1/completions", {"model": name, "prompt": "Hi", "echo": True}).json["model"] == name
+        assert roomy.post("/v1/messages/count_tokens", body).status == 200
+        assert roomy.post("/tokenize", {"model": name, "prompt": "Hi"}).json["count"] > 0
+        assert roomy.post("/detokenize", {"model": name, "tokens": [5]}).status == 200
+        assert roomy.get(f"/v1/cache/stats?model={name}").json["model"] == name
+        assert roomy.post("/v1/cache/explain", {"model": name, "prompt": "Hi"}).status == 200
+
+
+def test_an_unknown_name_is_told_what_there_is(roomy: Server) -> None:
+    for answer in (roomy.chat(model="z"), roomy.get("/v1/models/z"), roomy.post("/v1/models/load", {"model": "z"})):
+        assert answer.status == 404
+        assert "'z' is not served here; this server has a, b, c" in answer.json["error"]["message"]
+
+
+def test_questions_about_a_cache_load_nothing(roomy: Server) -> None:
+    roomy.post("/v1/models/unload", {"model": "c"})
+    for path, body in (("/v1/cache/explain", {"prompt": "Hi"}), ("/v1/cache/pin", {"prompt": "Hi"})):
+        answer = roomy.post(path, {**body, "model": "c"})
+        assert (answer.status, answer.json["error"]["message"][:15]) == (503, "c is not loaded")
+    assert roomy.get("/v1/cache/stats?model=c").status == 503
+    assert model(roomy, "c")["state"] == "unloaded"
+
+
+def test_load_unload_and_pin_by_the_keeper(roomy: Server) -> None:
+    assert roomy.post("/v1/models/load", {"model": "c"}).json == {
+        "model": "c",
+        "state": "ready",
+        "num_bytes": model(roomy, "c")["num_bytes"],
+        "is_pinned": False,
+    }
+    assert roomy.post("/v1/models/pin", {"model": "c"}).json["is_pinned"] is True
+    answer = roomy.post("/v1/models/unload", {"model": "c"})
+    assert (answer.status, answer.json["error"]["message"]) == (400, "model = 'c' is pinned: unpin it first")
+    assert roomy.post("/v1/models/unpin", {"model": "c"}).json["is_pinned"] is False
+    num_before = len(workers(roomy))
+    assert roomy.post("/v1/models/unload", {"model": "c"}).json["state"] == "unloaded"
+    assert len(workers(roomy)) == num_before - 1
+    assert roomy.post("/v1/models/load", {"model": "c", "wait": False}).json["state"] == "loading"
+    wait_state(roomy, "ready ready ready")
+
+
+def test_the_default_may_be_unloaded_and_comes_back(roomy: Server) -> None:
+    assert roomy.post("/v1/models/unload", {"model": "a"}).json["state"] == "unloaded"
+    assert roomy.get("/health").json["status"] == "ok"
+    assert roomy.get("/ready").status == 200
+    assert roomy.get("/version").json["model"] == "a"
+    assert roomy.chat().json["model"] == "a"
+
+
+def test_metrics_have_a_series_for_each(roomy: Server) -> None:
+    text = roomy.get("/metrics").body.decode()
+    for name in "abc":
+        assert f'quire:engine_moving{{engine="0",model_name="{name}"}}' in text
+        assert f'quire:model_state{{engine="0",model_name="{name}",state="ready"}}' in text
+    assert len(re.findall("^# TYPE quire:engine_moving ", text, re.MULTILINE)) == 1
+    loads = re.findall(r'quire:model_loads_total{engine="0",model_name="(\w)"} (\d+)', text)
+    assert all(int(count) >= 1 for _, count in loads)
+    assert [name for name, _ in loads] == ["a", "b", "c"]
+
+
+def test_a_crash_disturbs_only_its_own(roomy: Server) -> None:
+    for name in "ab":
+        assert roomy.chat(model=name).status == 200
+    before = workers(roomy)
+    assert roomy.post("/v1/models/unload", {"model": "b"}).status == 200
+    (of_b,) = {*before} - {*workers(roomy)}
+    assert roomy.chat(model="b").status == 200
+    (of_b,) = {*workers(roomy)} - {*before}
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(roomy.post, "/v1/chat/completions", {**LONG, "model": "a", "max_tokens": 2000})
+        time.sleep(0.05)
+        os.kill(of_b, signal.SIGKILL)
+        body = whole.result().body
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in body
+    assert roomy.chat(model="b").status == 200  # and b is back
+
+
+def test_the_least_recently_used_makes_room(tight: Server) -> None:
+    assert [tight.chat(model=name).status for name in "abca"] == [200] * 4
+    assert states(tight) == "ready unloaded ready"
+    assert tight.chat(model="b").status == 200
+    assert states(tight) == "ready ready unloaded"
+    assert sum(entry["num_bytes"] for entry in tight.get("/v1/models").json["data"][:2]) <= 15 << 20
+    assert len(workers(tight)) == 2
+
+
+def test_pinned_models_stay_and_what_cannot_fit_says_why(tight: Server) -> None:
+    for name in "ab":
+        tight.chat(model=name)
+        tight.post("/v1/models/pin", {"model": name})
+    answer = tight.chat(model="c")
+    assert answer.status == 503
+    assert re.fullmatch(
+        r"c needs 6\.\d MiB; the models of this server have 15\.0 MiB, of which pinned models hold 13\.\d MiB",
+        answer.json["error"]["message"],
+    )
+    assert answer.headers["x-should-retry"] == "false"
+    for name in "ab":
+        tight.post("/v1/models/unpin", {"model": name})
+    assert tight.chat(model="c").status == 200
+
+
+def test_busy_models_are_waited_for_and_cannot_starve_a_load(tight: Server) -> None:
+    for name in "ba":
+        assert tight.chat(model=name).status == 200
+    streams = [tight.send_request({**LONG, "model": name, "max_tokens": 500}) for name in "ab"]  # a second or so each
+    time.sleep(0.3)
+    with ThreadPoolExecutor() as pool:
+        wants_c = pool.submit(tight.chat, model="c")
+        wait_state(tight, "unloading ready loading")
+        more = [pool.submit(tight.chat, model="a") for _ in range(3)]
+        assert wants_c.result().status == 200
+        assert [one.result().status for one in more] == [200] * 3  # when it was back
+    for stream in streams:
+        data = b""
+        while b"[DONE]" not in data:
+            data += (piece := stream.recv(65536))
+            assert piece, data[-200:]
+        stream.close()
+
+
+def test_waiting_for_room_has_an_end(tight: Server) -> None:
+    for name in "ab":
+        assert tight.chat(model=name).status == 200
+    streams = [tight.send_request({**LONG, "model": name}) for name in "ab"]  # six seconds or more
+    time.sleep(0.3)
+    began_s = time.monotonic()
+    answer = tight.chat(model="c")
+    assert 2 < time.monotonic() - began_s < 10
+    assert (answer.status, answer.json["error"]["code"]) == (429, "server_overloaded")
+    assert "c is loading: the limit of 3 s is over" in answer.json["error"]["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert tight.chat(model="a").status == 200  # who was to go may stay: nobody waits any more
+    for stream in streams:
+        stream.close()
+
+
+def test_unload_by_force_cuts_what_is_under_way(tight: Server) -> None:
+    assert tight.chat(model="a").status == 200
+    with ThreadPoolExecutor() as pool:
+        cut = pool.submit(tight.post, "/v1/chat/completions", {**LONG, "model": "a"})
+        time.sleep(0.3)
+        assert tight.post("/v1/models/unload", {"model": "a", "force": True}).json["state"] == "unloaded"
+        assert b"a is being unloaded" in cut.result().body
+
+
+def test_the_command_line(tight: Server) -> None:
+    def said(*arguments: str) -> str:
+        outcome = quire(*arguments, "--server", tight.url)
+        assert outcome.returncode == 0, outcome.stderr
+        return outcome.stdout.strip()
+
+    assert said("load", "c") == "c is ready"
+    assert said("pin", "c") == "c is ready, pinned"
+    assert re.search(r"^c +ready, pinned +7\.0 MB +4096$", said("ps"), re.MULTILINE)
+    refused = quire("unload", "c", "--server", tight.url)
+    assert (refused.returncode, "is pinned: unpin it first" in refused.stderr) == (2, True)
+    assert said("unpin", "c") == "c is ready"
+    assert said("unload", "c", "--force") == "c is unloaded"
+
+
+def test_settings_of_each_in_a_file(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+backend: fake
+num-blocks: 400
+models:
+  - {{model: {folder / "a"}, name: first, aliases: [one, uno], max_model_len: 512}}
+  - {{model: {folder / "b"}, num-blocks: 20, priority: low, pinned: true, preload: true}}
+  - {{model: {folder / "c"}, idle_unload: 0.3, kv_memory: 1M}}
+""")
+    with serving("--config", str(config)) as server:
+        wait_state(server, "ready ready unloaded")
+        names = {entry["id"]: entry for entry in server.get("/v1/models").json["data"]}
+        assert list(names) == ["first", "one", "uno", "b", "c"]
+        assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
+        assert names["b"]["is_pinned"] is True
+        answer = server.chat(model="uno").json
+        assert (answer["model"], answer["service_tier"]) == ("first", "default")
+        assert server.chat(model="b").json["service_tier"] == "flex"
+        assert server.chat(model="b", priority="high").json["service_tier"] == "priority"
+        assert server.get("/v1/cache/stats?model=b").json["num_blocks"] == 19
+        assert server.chat(model="c").status == 200
+        wait_state(server, "ready ready unloaded")  # idle for 0.3 s
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[{name: x}]", "models[0].model is missing"),
+        ("[{model: A, num_block: 3}]", "models[0].num_block: there is no such field"),
+        ("[{model: A}, {model: B, num_blocks: many}]", "models[1].num_blocks = 'many' is not a whole number"),
+        ("[{model: A, kv_memory: lots}]", "models[0].kv_memory = 'lots' is not a size"),
+        ("[{model: A, pinned: 3}]", "models[0].pinned = 3 is not yes or no"),
+        ("[{model: A, priority: soon}]", "models[0].priority = 'soon' is not one of high, normal, low"),
+        ("[{model: A, idle_unload: -1}]", "models[0].idle_unload = -1 is not a number of seconds"),
+        ("[{model: A, max_model_len: 1}]", "models[0].max_model_len = 1 is not a whole number of at least 2"),
+        ("[{model: A, aliases: {x: y}}]", "models[0].aliases = {'x': 'y'} is not a list of names"),
+        ("[{model: A, dtype: 16}]", "models[0].dtype = 16 is not text"),
+        ("[{model: A}, {model: B, name: A}]", "the name 'A' is used by A and B"),
+        ("5", "models = 5 is not a list"),
+        ("[7]", "models[0].model = 7 is neither a name nor settings of a model"),
+    ],
+)
+def test_a_bad_entry_is_named_by_its_field(entries: str, message: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"models: {entries}")
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        configure(config)
+
+
+def test_keys_are_counted_over_all_models_and_queues_by_model(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    models = [str(folder / name) for name in "ab"]
+    options = ("--device", "5ms", "--max-num-seqs", "1", "--max-queue", "1", "--api-keys-file", str(keys))
+    with serving(*models, *FAKE, *options, key="sk-admin-key") as server:
+        assert server.chat(model="b").status == 200
+        two = {"authorization": "Bearer sk-two-at-once"}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+        def ask(name: str, headers: dict[str, str]) -> Answer:
+            return server.post("/v1/chat/completions", {**body, "model": name}, headers=headers)
+
+        server.key = "sk-two-at-once"
+        streams = [server.send_request({**LONG, "model": name}) for name in "ab"]
+        time.sleep(0.3)
+        assert ask("a", two).json["error"]["code"] == "rate_limit_exceeded"  # one of each is two
+        server.key = "sk-plain-key"
+        waiting = server.send_request({**LONG, "model": "a"})
+        time.sleep(0.3)
+        plain = {"authorization": "Bearer sk-plain-key"}
+        assert ask("a", plain).json["error"]["code"] == "server_overloaded"  # a's queue is full
+        other = server.send_request({**LONG, "model": "b"})  # b's is not
+        time.sleep(0.3)
+        refused = server.post("/v1/chat/completions", data=b"no JSON", headers=plain)
+        assert refused.status == 429  # both are full: the body was not even read
+        forbidden = server.post("/v1/models/unload", {"model": "a"}, headers=plain)
+        assert forbidden.status == 403
+        for stream in (*streams, waiting, other):
+            stream.close()
+
+
+def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path, tmp_path: Path) -> None:
+    broken = write_tiny_model(tmp_path / "secretfolder")
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(b"nothing")
+    with serving(str(folder / "a"), str(broken), *FAKE) as server:
+        answer = server.chat(model="secretfolder")
+        assert answer.status == 503
+        assert answer.json["error"]["message"] == (
+            "secretfolder could not be loaded (ModelFileError); the server's log says why"
+        )
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (states(server), server.get("/health").status) == ("ready failed", 200)
+        assert server.chat().status == 200
+        weights.write_bytes(whole)
+        assert server.chat(model="secretfolder").status == 200
+
+
+def test_a_signal_drains_all(folder: Path) -> None:
+    with serving(*(str(folder / name) for name in "ab"), *FAKE, "--device", "2ms") as server:
+        assert server.chat(model="b").status == 200
+        streams = [server.send_request({**LONG, "model": name, "max_tokens": 300}) for name in "ab"]
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            data = b""
+            while piece := stream.recv(65536):
+                data += piece
+            assert b"[DONE]" in data
+            stream.close()
+        assert server.process.wait(LIMIT_S) == 0
+        assert "finishing 2 request(s)" in server.log
