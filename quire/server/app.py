@@ -144,7 +144,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST", "/detokenize", ops.detokenize, "Text of token ids.", ops.DetokenizeRequest, ops.DetokenizedText),
     Endpoint("GET", "/health", ops.health, "Whether tokens move.", answer=ops.Health, access=Access.PUBLIC),
     Endpoint("GET", "/ready", ops.ready, "Whether to send traffic.", answer=ops.Health),
-    Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version),
+    Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version, query=cache.ModelQuery),
     Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
     Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
     Endpoint("GET", "/docs", docs, "This list, for people."),

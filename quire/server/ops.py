@@ -92,8 +92,8 @@ async def ready(call: Call) -> Response:
 
 
 async def version(call: Call) -> Response:
-    """Of the default model; /v1/models has the others."""
-    model = call.models.default
+    """Of one model, the default unless ?model= names another."""
+    model = call.models.find(call.request.query_params.get("model"))
     if model.service is None or (facts := model.service.client.facts) is None:
         return call.json(Version(__version__, model.name))
     runner, scheduling = facts.facts, model.service.client.scheduling
