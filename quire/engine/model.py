@@ -134,7 +134,7 @@ class ModelText:
             return None
         thought = self._thought(chat, prompt)
         return answer_grammar(
-            self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._special_id
+            self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._control_id
         )
 
     def _thought(self, chat: ChatRequest, prompt: Sequence[int]) -> tuple[ReasoningFormat, Opening] | None:
@@ -157,11 +157,11 @@ class ModelText:
             markers += (self.template.tool_format.opening, self.template.tool_format.closing)
         if self.template.reasoning is not None:
             markers += (self.template.reasoning.opening, self.template.reasoning.closing)
-        return frozenset(found for marker in markers if (found := self._special_id(marker)) is not None)
+        return frozenset(self.tokenizer.added[marker] for marker in markers if marker in self.tokenizer.added)
 
-    def _special_id(self, marker: str) -> int | None:
+    def _control_id(self, marker: str) -> int | None:
         token_id = self.tokenizer.added.get(marker)
-        return token_id if token_id in self.tokenizer.special_ids else None
+        return token_id if token_id in self.tokenizer.control_ids else None
 
     def close(self) -> None:
         self.template.close()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority
 from quire.engine.generation import Generation
+from quire.engine.model import ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest
 from quire.errors import QuireError
@@ -22,6 +23,8 @@ from quire.server.logs import log_request
 from quire.server.metrics import Metrics
 from quire.server.pulse import Pulse
 from quire.server.records import RequestRecord
+from quire.text.answers import AnswerParser
+from quire.text.chat import ChatRequest
 
 
 class Caller(Protocol):
@@ -42,6 +45,8 @@ class Host(Protocol):
 
     @property
     def model(self) -> str: ...
+    @property
+    def text(self) -> ModelText: ...
     @property
     def metrics(self) -> Metrics: ...
     @property
@@ -111,6 +116,24 @@ class Work:
     def cache(self) -> CacheExplanation | None:
         """What the cache gave the first prompt."""
         return self.generations[0].cache if self.generations else None
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of the answers to the first prompt, so far."""
+        if not self.generations:
+            return 0
+        answers = self.generations[0].answers.output().completions
+        count = self._service.text.num_thought_tokens
+        return sum(count(self._chat, self.requests[0].prompt, one.token_ids) for one in answers)
+
+    def new_parser(self) -> AnswerParser:
+        """For one answer to the first prompt."""
+        return self._service.text.new_parser(self._chat, self.requests[0].prompt)
+
+    @property
+    def _chat(self) -> ChatRequest | None:
+        first = self.ask.prompts[0]
+        return first if isinstance(first, ChatRequest) else None
 
     @property
     def pinned_tokens(self) -> int:

@@ -36,12 +36,14 @@ class ToolFormat:
     arguments: str = "arguments"  # the key
     is_list: bool = False
     may_be_bare: bool = False  # an answer that begins with the JSON needs no opening
-    is_parallel: bool = True  # several calls in an answer
+    most_calls: int = 32  # in an answer: a model that nobody taught to call has no idea when to stop
     id_chars: int | None = None  # templates that take ids of exactly this length
     is_in_template: bool = True  # the model's own template shows tools, calls and results
 
 
-IN_WORDS = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
+IN_WORDS = ToolFormat(
+    "words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", most_calls=4, is_in_template=False
+)
 
 # In the order in which they are looked for. To add a way to write calls: a row, and a transcript in
 # tests/text/test_tool_formats.py.
@@ -58,7 +60,7 @@ TOOL_FORMATS = (
         "",
         arguments="parameters",
         may_be_bare=True,
-        is_parallel=False,
+        most_calls=1,
     ),
     IN_WORDS,
 )
@@ -95,7 +97,8 @@ class CallParser:
     """Reads words and calls. White space around calls is nobody's, and dropped.
 
     What begins like a call and is none comes back as words: JSON of another shape, a name that no tool has. Once a
-    call's name was given out it stays one, however its arguments end.
+    call's name was given out it stays one, however its arguments end. A call that was cut off before its name is words
+    too, unless it follows others: then it is left out.
     """
 
     def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
@@ -120,7 +123,7 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
-        while self._state in (_State.OPENED, _State.CALL, _State.NEXT) and self._raw:
+        while self._state in (_State.OPENED, _State.CALL) and self._raw and not self._num_calls:
             self._give_up(pieces)
             while self._step(pieces):
                 pass

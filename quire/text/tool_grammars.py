@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
+from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.tool_formats import ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import Tool, ToolChoice, ToolMode
 
-SpecialId = Callable[[str], int | None]  # the id of a special token with this text, if there is one
+ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
+_FIRST_CALL_LINE = 2  # of the source: a tool's rule stands on a line of its own, so that an error tells which it is
+_WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
 
-# As Python writes JSON, and so as templates write the calls that models have seen.
-_WRITING: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SAID_OF_VALUES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated"))  # no constraint
 _SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _VALUES = frozenset(("const", "enum", "required", "x-guidance"))
@@ -34,13 +34,13 @@ def answer_grammar(
     choice: ToolChoice,
     words: Grammar | None,
     thought: tuple[ReasoningFormat, Opening] | None,
-    special_id: SpecialId,
+    control_id: ControlId,
 ) -> Grammar | None:
     """`tools`: those that may be called. `words`: what an answer without calls must look like. None: anything goes."""
     opening = Opening.CLOSED if thought is None else thought[1]
     if not tools and (words is None or opening is Opening.CLOSED):
         return words
-    writer = _Writer(tool_format, tools, choice, words, special_id)
+    writer = _Writer(tool_format, tools, choice, words, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS:
         raise InvalidRequest(
@@ -57,8 +57,17 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     schema = _stripped(tool.parameters or NO_PARAMETERS)
     if "allOf" not in json.dumps(schema):
         schema = _closed(schema)
-    guidance = dict(_WRITING) if tool.is_strict else {**_WRITING, "lenient": True}
-    return {**schema, "type": "object", "x-guidance": guidance}
+    return {**schema, "type": "object", "x-guidance": _guidance(is_lenient=not tool.is_strict)}
+
+
+def guilty_tool(error: str) -> int | None:
+    """Of the tools that may be called, the one whose schema the compiler of a grammar speaks of."""
+    found = _WHERE.search(error)
+    return None if found is None or int(found["line"]) < _FIRST_CALL_LINE else int(found["line"]) - _FIRST_CALL_LINE
+
+
+def _guidance(*, is_lenient: bool) -> dict[str, Any]:
+    return {**JSON_STYLE, "lenient": is_lenient, "coerce_one_of": is_lenient}
 
 
 class _Writer:
@@ -68,20 +77,20 @@ class _Writer:
         tools: Sequence[Tool],
         choice: ToolChoice,
         words: Grammar | None,
-        special_id: SpecialId,
+        control_id: ControlId,
     ) -> None:
         self._format = format
         self._tools = tools
         self._choice = choice
         self._words = words
-        self._special_id = special_id
+        self._control_id = control_id
         self._rules: list[str] = []
 
     def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
-        if self._words is not None:
-            self._rules.append(f"words: {_embedded(self._words)}")
         if self._tools:
             self._write_calls()
+        if self._words is not None:
+            self._rules.append(f"words: {_embedded(self._words)}")
         start = self._answer("TEXT")
         if thought is not None and opening is not Opening.CLOSED:
             closing = self._marker(thought.closing)
@@ -90,7 +99,8 @@ class _Writer:
             if opening is Opening.FREE:
                 first = self._marker(thought.opening)
                 start = f"{first} {start} | {self._answer(self._not_beginning(thought.opening))}"
-        return "\n".join(("%llguidance {}", f"start: {start}", "TEXT: /(?s:.*)/", *dict.fromkeys(self._rules)))
+        rules = dict.fromkeys((*self._rules, f"start: {start}", "TEXT: /(?s:.*)/"))
+        return "\n".join(("%llguidance {}", *rules))
 
     def _answer(self, text: str) -> str:
         """What follows the thought, as an expression. `text`: the terminal of free words."""
@@ -110,22 +120,23 @@ class _Writer:
 
     def _write_calls(self) -> None:
         format = self._format
-        self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
         for i, tool in enumerate(self._tools):
             head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
             self._rules.append(f'call_{i}: {head} %json {json.dumps(tool_schema(tool))} "}}"')
-        is_parallel = self._choice.is_parallel and format.is_parallel
+        self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
+        is_single = self._choice.name is not None or not self._choice.is_parallel
+        most = 0 if is_single else format.most_calls - 1  # beside the first
         if format.is_list:
-            more = ' (", " call)*' if is_parallel else ""
+            more = f' (", " call){{0,{most}}}' if most else ""
             self._rules += [f'calls: BLANK "[" call{more} "]"', "BLANK: / ?/"]
             return
-        more = f" (BREAK {self._marker(format.opening)} one)*" if is_parallel else ""
+        more = f" (BREAK {self._marker(format.opening)} one){{0,{most}}}" if most else ""
         around = [_literal(format.before), "call", _literal(format.after + format.closing)]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
     def _not_beginning(self, marker: str) -> str:
         """The terminal of words that do not begin with a marker, of which two characters are looked at."""
-        if self._special_id(marker) is not None:
+        if self._control_id(marker) is not None:
             return "TEXT"
         first, second = re.escape(marker[0]), re.escape(marker[1:2])
         begin = rf"[^{first}\s]" + (f"|{first}[^{second}]" if second else "")
@@ -139,7 +150,7 @@ class _Writer:
 
     def _marker(self, text: str) -> str:
         """A special token stands in no text: it is named by its id."""
-        token_id = self._special_id(text)
+        token_id = self._control_id(text)
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
@@ -151,7 +162,8 @@ def _embedded(grammar: Grammar) -> str:
     """As an expression of Lark."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"%json {grammar.source}"
+            schema = {**json.loads(grammar.source), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
+            return f"%json {json.dumps(schema)}"
         case GrammarKind.REGEX:
             return f"/{_escaped_slashes(grammar.source)}/"
         case GrammarKind.LARK:

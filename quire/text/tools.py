@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest
+from quire.text.grammar import json_schema_grammar
+from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128
 MAX_CALL_ID_CHARS = 256
@@ -59,12 +61,11 @@ def check_tools(tools: Sequence[Tool]) -> None:
         kind = tool.parameters.get("type", "object")
         if kind != "object":
             raise InvalidRequest(f"tools[{i}].parameters.type = {kind!r:.80} is not object")
+        check_text(tool.description, name=f"tools[{i}].description")
         try:
-            json.dumps((tool.description, tool.parameters), ensure_ascii=False, allow_nan=False).encode()
-        except RecursionError:
-            raise InvalidRequest(f"tools[{i}].parameters is nested too deeply") from None
-        except ValueError as error:
-            raise InvalidRequest(f"tools[{i}].parameters is not JSON text: {error!s:.80}") from None
+            json_schema_grammar(tool.parameters)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"tools[{i}].parameters: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:

@@ -216,11 +216,8 @@ def test_prompts(prompt: Any, expected: tuple[Any, ...]) -> None:
 
 
 ASKED = {  # something each unsupported field could be asked for
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "documents": [{"text": "x"}],
     "bad_words": ["x"],
@@ -309,6 +306,7 @@ def content(part: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 BAD_MESSAGES: list[tuple[list[dict[str, Any]], str, str]] = [
     (
         content({"type": "image_url", "image_url": {"url": "x"}}),
@@ -320,11 +318,19 @@ BAD_MESSAGES: list[tuple[list[dict[str, Any]], str, str]] = [
     (content({"type": "video"}), "'video' is not one of text, refusal", "content[1].type"),
     (content({"type": "text"}), "content[1].text is missing", "content[1].text"),
     (content({"type": "refusal", "text": "x"}), "content[1].refusal is missing", "content[1].refusal"),
-    ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "'tool' is not supported yet", "role"),
-    ([{"role": "function", "content": "x", "name": "f"}], "'function' is not supported yet", "role"),
-    ([{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}], "is not supported yet", "tool_calls"),
-    ([{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "is not supported yet", "function_call"),
-    ([{"role": "assistant", "content": "", "audio": {"id": "a"}}], "is not supported yet", "audio"),
+    ([{"role": "tool", "content": "x"}], "tool_call_id is missing", "tool_call_id"),
+    ([{"role": "user", "content": "x", "tool_call_id": "c"}], "tool_call_id is only for a tool", "tool_call_id"),
+    ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "only for an assistant", "tool_calls"),
+    ([{"role": "function", "content": "x", "name": "f"}], "'function' is not supported: it is the older", "role"),
+    ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], "function is missing", "tool_calls[0].function"),
+    ([{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}], "'custom' is not", "tool_calls[0].type"),
+    (
+        [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[1]"}}]}],
+        "arguments is not a JSON object",
+        "tool_calls[0].function.arguments",
+    ),
+    ([{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "is not supported", "function_call"),
+    ([{"role": "assistant", "content": "", "audio": {"id": "a"}}], "is not supported", "audio"),
 ]
 
 
@@ -385,7 +391,7 @@ def test_types_describe_themselves() -> None:
     _, schemas = msgspec.json.schema_components(kinds)
     fields = schemas["ChatCompletionRequest"]["properties"]
     assert {"minimum": 0, "maximum": 100, "type": "number"} in fields["temperature"]["anyOf"]
-    assert fields["tools"]["description"].startswith("Not supported: tool calling")
+    assert fields["functions"]["description"].startswith("Not supported: it is the older form")
     assert fields["user"]["description"].startswith("Accepted, without effect")
 
 
@@ -718,6 +724,7 @@ class MadeUpWork:
         self.created = 1_700_000_000
         self.priority = priority
         self.usage = USAGE
+        self.num_thought_tokens = 0
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
         self.requests = (SimpleNamespace(prompt=(1,) * 10),)
         self._batches = batches

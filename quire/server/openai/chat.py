@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,9 +33,11 @@ from quire.server.openai.parsing import (
     params_of,
     ttl_s,
 )
-from quire.server.openai.support import refuse_unsupported, unsupported
+from quire.server.openai.support import UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.openai.tools import parameters_field, parse_calls, parse_tools, shape_field
 from quire.server.openai.types import (
     AnswerHead,
+    AnswerToolCall,
     ChatAnswerMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -46,8 +48,13 @@ from quire.server.openai.types import (
     ChatMessage,
     ChatTokenLogprob,
     ContentPart,
+    FunctionCall,
+    FunctionDelta,
+    ToolCallDelta,
     TopLogprob,
 )
+from quire.server.shapes import shape_errors
+from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 
 if TYPE_CHECKING:
@@ -56,22 +63,29 @@ if TYPE_CHECKING:
     from quire.server.call import Call
 
 _NAMES = NAMES | {"logprobs": "top_logprobs", "prompt": "messages"}
-_ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
-_TOOL_ROLES = ("tool", "function")
+_ROLES = {
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "user": Role.USER,
+    "assistant": Role.ASSISTANT,
+    "tool": Role.TOOL,
+}
 _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 
 async def chat_completions(call: Call) -> Response:
     body = await call.body(ChatCompletionRequest)
     ask = parse_chat(body)
-    with in_their_words(_names(body)):
+    with in_their_words(_names(body)), shape_errors(ask, shape_field(body), parameters_field):
         work = await call.open(ask)
-    if ask.is_streaming:
-        head = head_of(work, "chatcmpl", "chat.completion.chunk")
-        return await call.stream(work, events(work, chat_stream(head, ask, include_usage=includes_usage(body))))
+        if ask.is_streaming:
+            head = head_of(work, "chatcmpl", "chat.completion.chunk")
+            encoder = chat_stream(head, ask, include_usage=includes_usage(body), new_parser=work.new_parser)
+            return await call.stream(work, events(work, encoder))
+        outputs = await call.result(work)
     head = head_of(work, "chatcmpl", "chat.completion")
-    outputs = await call.result(work)
-    return call.json(whole_chat(head, outputs, work.usage, cache_view(work)))
+    num_thought_tokens = work.num_thought_tokens
+    return call.json(whole_chat(head, outputs, work.usage, cache_view(work), work.new_parser, num_thought_tokens))
 
 
 # In
@@ -83,7 +97,17 @@ def parse_chat(body: ChatCompletionRequest) -> Ask:
     with in_their_words(_names(body)):
         continues = bool(body.continue_final_message)
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        chat = ChatRequest(parse_messages(body.messages), opens, continues, body.chat_template_kwargs or {})
+        tools, choice = parse_tools(body)
+        chat = ChatRequest(
+            parse_messages(body.messages),
+            opens,
+            continues,
+            body.chat_template_kwargs or {},
+            tools,
+            choice,
+            wants_thought=False if body.reasoning_effort == "none" else None,
+            reasoning_effort=body.reasoning_effort,
+        )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
         return ask_of(body, (chat,), params, _breakpoints(body))
@@ -121,16 +145,27 @@ def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
 
 
 def _message(given: ChatMessage, path: str) -> Message:
-    if given.role in _TOOL_ROLES or given.tool_call_id is not None:
-        field = "role" if given.role in _TOOL_ROLES else "tool_call_id"
-        message = f"{path}.{field} = {getattr(given, field)!r:.80} is not supported yet"
-        raise unsupported(f"{path}.{field}", f"{message}: tool calling comes with a later version", is_value=True)
-    for field in ("tool_calls", "function_call", "audio"):
-        if getattr(given, field) not in (None, []):
-            raise unsupported(f"{path}.{field}", f"{path}.{field} is not supported yet: messages are text")
+    for field in ("function_call", "audio"):
+        if getattr(given, field) is not None:
+            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].say(f"{path}.{field}"))
+    if given.role == "function":
+        text = f"{path}.role = 'function' is not supported: it is the older form of tool"
+        raise unsupported(f"{path}.role", text, is_value=True)
     if given.role not in _ROLES:
         raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(_ROLES)}")
-    return Message(_ROLES[given.role], _parts(given, path), given.name)
+    role = _ROLES[given.role]
+    if role is not Role.ASSISTANT and given.tool_calls:
+        raise InvalidRequest(f"{path}.tool_calls is only for an assistant's message")
+    if (role is Role.TOOL) != (given.tool_call_id is not None):
+        raise InvalidRequest(f"{path}.tool_call_id {'is missing' if role is Role.TOOL else 'is only for a tool'}")
+    return Message(
+        role,
+        _parts(given, path),
+        given.name,
+        given.reasoning_content or "" if role is Role.ASSISTANT else "",
+        parse_calls(given.tool_calls or (), f"{path}.tool_calls"),
+        given.tool_call_id,
+    )
 
 
 def _parts(given: ChatMessage, path: str) -> tuple[Part, ...]:
@@ -159,40 +194,98 @@ def _part(part: ContentPart, path: str) -> Part:
 
 # Out
 
+NewParser = Callable[[], AnswerParser]
+
 
 class ChatChoices:
     """First who speaks, then what, then why it ended: a chunk each."""
 
+    def __init__(self, new_parser: NewParser) -> None:
+        self._new_parser = new_parser
+        self._parsers: dict[int, AnswerParser] = {}
+        self._callers: set[int] = set()  # choices that called a tool
+
     def begin(self, index: int) -> ChatChunkChoice:
+        self._parsers[index] = self._new_parser()
         return ChatChunkChoice(index, ChatDelta("", "assistant"))
 
-    def grow(self, index: int, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(delta.text), _chat_logprobs(delta.logprobs) if delta.logprobs else None)
+    def grow(self, index: int, delta: Delta) -> list[ChatChunkChoice]:
+        parser = self._parsers[index]
+        pieces = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._callers.add(index)
+        chunks = [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
+        if delta.logprobs:  # of whatever the tokens became
+            chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
+            chunks[0].logprobs = _chat_logprobs(delta.logprobs)
+        return chunks
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> ChatChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(), finish_reason=finish_reason, stop_reason=stop_reason(stop))
+        reason = _reason(finish_reason, has_calls=index in self._callers)
+        return ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=stop_reason(stop))
 
 
-def chat_stream(head: AnswerHead, ask: Ask, *, include_usage: bool) -> StreamEncoder:
-    return StreamEncoder(head, ChatChoices(), n=ask.params.n, num_prompts=len(ask.prompts), include_usage=include_usage)
+def chat_stream(
+    head: AnswerHead, ask: Ask, *, include_usage: bool, new_parser: NewParser = PlainAnswer
+) -> StreamEncoder:
+    choices = ChatChoices(new_parser)
+    return StreamEncoder(head, choices, n=ask.params.n, num_prompts=len(ask.prompts), include_usage=include_usage)
 
 
 def whole_chat(
-    head: AnswerHead, outputs: Sequence[GenerationOutput], usage: Usage, cache: CacheView | None
+    head: AnswerHead,
+    outputs: Sequence[GenerationOutput],
+    usage: Usage,
+    cache: CacheView | None,
+    new_parser: NewParser = PlainAnswer,
+    num_thought_tokens: int = 0,
 ) -> ChatCompletion:
-    choices = [
-        ChatChoice(
-            index,
-            ChatAnswerMessage(one.text),
-            None if one.logprobs is None else _chat_logprobs(one.logprobs),
-            finish_reason(one.finish_reason, one.error),
-            stop_reason(one.stop),
-        )
-        for index, one in enumerate(one for output in outputs for one in output.completions)
-    ]
+    choices: list[ChatChoice] = []
+    for one in (one for output in outputs for one in output.completions):
+        parser = new_parser()
+        message = _answer_message([*parser.push(one.text), *parser.finish()])
+        logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
+        reason = _reason(finish_reason(one.finish_reason, one.error), has_calls=bool(message.tool_calls))
+        choices.append(ChatChoice(len(choices), message, logprobs, reason, stop_reason(one.stop)))
     return ChatCompletion(
-        **msgspec.structs.asdict(head), choices=choices, usage=bill(usage), cache=UNSET if cache is None else cache
+        **msgspec.structs.asdict(head),
+        choices=choices,
+        usage=bill(usage, num_thought_tokens),
+        cache=UNSET if cache is None else cache,
     )
+
+
+def _delta_of(piece: Piece) -> ChatDelta:
+    match piece:
+        case Thought(text):
+            return ChatDelta(reasoning_content=text)
+        case Words(text):
+            return ChatDelta(text)
+        case CallStart(number, call_id, name):
+            return ChatDelta(tool_calls=[ToolCallDelta(number, FunctionDelta("", name), call_id, "function")])
+        case CallArguments(number, text):
+            return ChatDelta(tool_calls=[ToolCallDelta(number, FunctionDelta(text))])
+
+
+def _answer_message(pieces: Sequence[Piece]) -> ChatAnswerMessage:
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    words = "".join(piece.text for piece in pieces if isinstance(piece, Words))
+    calls: list[AnswerToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls.append(AnswerToolCall(piece.call_id, FunctionCall(piece.name, "")))
+        elif isinstance(piece, CallArguments):
+            calls[piece.number].function.arguments += piece.text
+    return ChatAnswerMessage(
+        words or (None if calls else ""), reasoning_content=thought or UNSET, tool_calls=calls or UNSET
+    )
+
+
+def _reason(finish_reason: str, *, has_calls: bool) -> str:
+    """An answer that was cut off says so, whatever it called."""
+    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:

@@ -26,6 +26,7 @@ from quire.server.openai.encoding import (
 )
 from quire.server.openai.parsing import NAMES, ask_of, in_their_words, includes_usage, params_of
 from quire.server.openai.support import refuse_unsupported, unsupported
+from quire.server.openai.tools import parameters_field, shape_field
 from quire.server.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerHead,
@@ -34,6 +35,7 @@ from quire.server.openai.types import (
     CompletionLogprobs,
     CompletionRequest,
 )
+from quire.server.shapes import shape_errors
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,17 +47,17 @@ if TYPE_CHECKING:
 async def completions(call: Call) -> Response:
     body = await call.body(CompletionRequest)
     ask = parse_completion(body)
-    with in_their_words(NAMES):
+    with in_their_words(NAMES), shape_errors(ask, shape_field(body), parameters_field):
         work = await call.open(ask)
-    tokenizer = call.service.text.tokenizer
-    echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
-    head = head_of(work, "cmpl", "text_completion")
-    if ask.is_streaming:
-        encoder = completion_stream(
-            head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
-        )
-        return await call.stream(work, events(work, encoder))
-    outputs = await call.result(work)
+        tokenizer = call.service.text.tokenizer
+        echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
+        head = head_of(work, "cmpl", "text_completion")
+        if ask.is_streaming:
+            encoder = completion_stream(
+                head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
+            )
+            return await call.stream(work, events(work, encoder))
+        outputs = await call.result(work)
     answer = whole_completion(head, outputs, work.usage, cache_view(work), echoes, tokenizer)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
@@ -137,13 +139,13 @@ class CompletionChoices:
         self._offsets[index] = len(echo)
         return CompletionChoice(index, echo) if echo else None
 
-    def grow(self, index: int, delta: Delta) -> CompletionChoice:
+    def grow(self, index: int, delta: Delta) -> list[CompletionChoice]:
         ids = list(delta.token_ids) if self._has_ids else UNSET
         if not delta.logprobs:
-            return CompletionChoice(index, delta.text, token_ids=ids)
+            return [CompletionChoice(index, delta.text, token_ids=ids)] if delta.text or ids else []
         logprobs = _old_logprobs(delta.logprobs, self._offsets[index])
         self._offsets[index] += _num_characters(delta.logprobs)
-        return CompletionChoice(index, delta.text, logprobs, token_ids=ids)
+        return [CompletionChoice(index, delta.text, logprobs, token_ids=ids)]
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> CompletionChoice:
         return CompletionChoice(index, "", finish_reason=finish_reason, stop_reason=stop_reason(stop))

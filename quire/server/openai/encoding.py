@@ -15,7 +15,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
-from quire.server.openai.types import AnswerHead, CompletionUsage, PromptTokensDetails
+from quire.server.openai.types import AnswerHead, CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 
 if TYPE_CHECKING:
     from quire.server.work import Work
@@ -32,7 +32,9 @@ class Choices(Protocol):
     """How one kind of answer says what happened to choice `index`."""
 
     def begin(self, index: int) -> Struct | None: ...
-    def grow(self, index: int, delta: Delta) -> Struct: ...
+    def grow(self, index: int, delta: Delta) -> Sequence[Struct]:
+        """What came; with the last delta, also what was held back until then."""
+
     def end(self, index: int, finish_reason: str, stop: str | None) -> Struct: ...
 
 
@@ -76,8 +78,7 @@ class StreamEncoder:
                 self._begun.add(index)
                 if (first := self._choices.begin(index)) is not None:
                     events.append(self._frame(first))
-            if has_news:
-                events.append(self._frame(self._choices.grow(index, delta)))
+            events += [self._frame(choice) for choice in self._choices.grow(index, delta)]
             if delta.finish_reason is not None:
                 self._num_open -= 1
                 end = self._choices.end(index, finish_reason(delta.finish_reason, delta.error), delta.stop)
@@ -87,13 +88,13 @@ class StreamEncoder:
                     self._held = end
         return b"".join(events)
 
-    def last(self, usage: Usage, cache: CacheView | None) -> bytes:
+    def last(self, usage: Usage, cache: CacheView | None, num_thought_tokens: int = 0) -> bytes:
         """The end of the stream."""
         events: list[bytes] = []
         if self._held is not None:
             events.append(self._event([self._held], None, None if self._include_usage else cache))
         if self._include_usage:
-            events.append(self._event([], bill(usage), cache))
+            events.append(self._event([], bill(usage, num_thought_tokens), cache))
         return b"".join((*events, DONE))
 
     def _frame(self, choice: Struct) -> bytes:
@@ -112,7 +113,7 @@ async def events(work: Work, encoder: StreamEncoder) -> AsyncIterator[bytes]:
     async for batch in work.batches():
         if data := encoder.chunks(batch):
             yield data
-    yield encoder.last(work.usage, cache_view(work))
+    yield encoder.last(work.usage, cache_view(work), work.num_thought_tokens)
 
 
 def head_of(work: Work, prefix: str, kind: AnswerKind) -> AnswerHead:
@@ -139,9 +140,13 @@ def fingerprint(model: str) -> str:
     return "fp_" + hashlib.sha256(f"quire {__version__} {model}".encode()).hexdigest()[:12]
 
 
-def bill(usage: Usage) -> CompletionUsage:
+def bill(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
     return CompletionUsage(
-        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, PromptTokensDetails(usage.cached_tokens)
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.total_tokens,
+        PromptTokensDetails(usage.cached_tokens),
+        CompletionTokensDetails(num_thought_tokens),
     )
 
 

@@ -11,6 +11,7 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.ask import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
+from quire.server.openai.tools import parse_shape
 from quire.server.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
 def params_of(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> GenerationParams:
+    shape = parse_shape(body)
     return GenerationParams(
         temperature=body.temperature,
         top_k=0 if body.top_k == -1 else body.top_k,
@@ -63,6 +65,7 @@ def params_of(
         skip_special=_or(body.skip_special_tokens, True),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=None if shape is None else shape.grammar,
     )
 
 

@@ -1,6 +1,6 @@
 """Fields of the protocol that quire knows and does nothing with. One table refuses, the other lets pass.
 
-What would change the answer is refused by name: an answer that ignores `response_format` is a wrong answer. What only
+What would change the answer is refused by name: an answer that ignores `modalities` is a wrong answer. What only
 hints or files away is accepted. To build a feature is to remove its row.
 """
 
@@ -18,24 +18,12 @@ class Unsupported(NamedTuple):
     harmless: tuple[Any, ...] = ()  # values that ask for nothing; null always does
 
     def say(self, field: str) -> str:
-        yet = " yet" if self.why in (_TOOLS, _SHAPES) else ""
-        return f"{field} is not supported{yet}: {self.why}"
+        return f"{field} is not supported: {self.why}"
 
-
-_TOOLS = "tool calling comes with a later version"
-_SHAPES = "answers of a given shape come with a later version"
 
 UNSUPPORTED = {
-    "tools": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),  # auto, where there is no tool, is an answer in words
-    "functions": Unsupported(_TOOLS, ([],)),
-    "function_call": Unsupported(_TOOLS, ("none", "auto")),
-    "response_format": Unsupported(_SHAPES, ({"type": "text"},)),
-    "structured_outputs": Unsupported(_SHAPES),
-    "guided_json": Unsupported(_SHAPES),
-    "guided_regex": Unsupported(_SHAPES),
-    "guided_choice": Unsupported(_SHAPES),
-    "guided_grammar": Unsupported(_SHAPES),
+    "functions": Unsupported("it is the older form of tools", ([],)),
+    "function_call": Unsupported("it is the older form of tool_choice and tool_calls", ("none", "auto")),
     "modalities": Unsupported("this server answers in text only", ([], ["text"])),
     "audio": Unsupported("this server answers in text only"),
     "web_search_options": Unsupported("this server does not search"),
@@ -54,10 +42,7 @@ ACCEPTED = {
     "safety_identifier": "nothing is kept of a request",
     "store": "nothing is kept of a request",
     "metadata": "nothing is kept of a request",
-    "parallel_tool_calls": "there are no tools to call",
     "prediction": "it could only make the same answer come sooner",
-    # How hard to think is the template's business: one that can be told is told by chat_template_kwargs.
-    "reasoning_effort": "a hint; give it in chat_template_kwargs where the model's template knows it",
     "verbosity": "a hint",
 }
 

@@ -17,6 +17,7 @@ from quire.server.cache_view import CacheView
 from quire.server.openai.support import accepted, refused
 from quire.text.chat import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
+from quire.text.tools import MAX_TOOLS
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions writes when nobody says; chat goes on to the end
 SERVICE_TIERS = {
@@ -54,6 +55,30 @@ class PromptCacheOptions(Struct, kw_only=True):
     ttl: Ttl | None = None
 
 
+class JsonSchemaFormat(Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: Annotated[
+        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+    ] = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """One of them, as vLLM has it."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark.")] = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Struct, kw_only=True):
     """What both ways to ask have in common. `FIELDS` in `quire/server/schema.py` says what each field does."""
 
@@ -85,12 +110,13 @@ class GenerationBody(Struct, kw_only=True):
     cache_salt: str | None = None
     cache: bool | None = None
 
-    structured_outputs: Annotated[Any, refused("structured_outputs")] = None
-    guided_json: Annotated[Any, refused("guided_json")] = None
-    guided_regex: Annotated[Any, refused("guided_regex")] = None
-    guided_choice: Annotated[Any, refused("guided_choice")] = None
-    guided_grammar: Annotated[Any, refused("guided_grammar")] = None
-    response_format: Annotated[Any, refused("response_format")] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     prompt_logprobs: Annotated[Any, refused("prompt_logprobs")] = None
     bad_words: Annotated[Any, refused("bad_words")] = None
     use_beam_search: Annotated[Any, refused("use_beam_search")] = None
@@ -113,15 +139,61 @@ class ContentPart(Struct, kw_only=True):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
+class CalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object, as text.")] = ""
+
+
+class MessageToolCall(Struct, kw_only=True):
+    id: str
+    type: Annotated[str, _within(enum=["function"])] = "function"
+    function: CalledFunction | None = None
+
+
 class ChatMessage(Struct, kw_only=True):
-    role: Annotated[str, _within(enum=["system", "developer", "user", "assistant"])]
+    role: Annotated[str, _within(enum=["system", "developer", "user", "assistant", "tool"])]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Annotated[Any, refused("tools")] = None
-    tool_call_id: Annotated[Any, refused("tools")] = None
-    function_call: Annotated[Any, refused("tools")] = None
+    reasoning_content: Annotated[str | None, Meta(description="What an assistant thought before it answered.")] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, Meta(description="What an assistant called.")] = None
+    tool_call_id: Annotated[str | None, Meta(description="In a tool's message: the call it answers.")] = None
+    function_call: Annotated[Any, refused("function_call")] = None
     audio: Annotated[Any, refused("audio")] = None
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    name: Annotated[str, _within(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
+    strict: Annotated[
+        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+    ] = None
+
+
+class ToolDefinition(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function"])]
+    function: FunctionDefinition | None = None
+
+
+class FunctionName(Struct, kw_only=True):
+    name: str
+
+
+class ToolName(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function"])] = "function"
+    function: FunctionName
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Annotated[str, _within(enum=["auto", "required"])]
+    tools: list[ToolName]
+
+
+class NamedToolChoice(Struct, kw_only=True):
+    type: Annotated[str, _within(enum=["function", "allowed_tools"])]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatCompletionRequest(GenerationBody, kw_only=True):
@@ -137,8 +209,12 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         bool | None, Meta(description="Go on writing the last message, an assistant's, instead of answering it.")
     ] = None
 
-    tools: Annotated[Any, refused("tools")] = None
-    tool_choice: Annotated[Any, refused("tool_choice")] = None
+    tools: Annotated[list[ToolDefinition], _within(maxItems=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="none: do not think, where the template leaves a choice. Others: a hint to it.")
+    ] = None
     functions: Annotated[Any, refused("functions")] = None
     function_call: Annotated[Any, refused("function_call")] = None
     modalities: Annotated[Any, refused("modalities")] = None
@@ -147,9 +223,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     moderation: Annotated[Any, refused("moderation")] = None
     documents: Annotated[Any, refused("documents")] = None
     chat_template: Annotated[Any, refused("chat_template")] = None
-    parallel_tool_calls: Annotated[Any, accepted("parallel_tool_calls")] = None
     prediction: Annotated[Any, accepted("prediction")] = None
-    reasoning_effort: Annotated[Any, accepted("reasoning_effort")] = None
     verbosity: Annotated[Any, accepted("verbosity")] = None
 
 
@@ -217,10 +291,23 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str  # JSON, but for an answer that was cut off
+
+
+class AnswerToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatAnswerMessage(Struct):
-    content: str
+    content: str | None  # null: there are only calls
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -237,9 +324,25 @@ class ChatCompletion(AnswerHead, kw_only=True):
     cache: CacheView | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first one of a call says which it is; the others bring its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -1,0 +1,181 @@
+"""Tools, choices among them and shapes of answers, out of the bodies of chat and plain completions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.errors import InvalidRequest
+from quire.server.openai.support import unsupported
+from quire.server.openai.types import (
+    ChatCompletionRequest,
+    GenerationBody,
+    MessageToolCall,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolDefinition,
+)
+from quire.server.shapes import shape_error
+from quire.text.grammar import (
+    Grammar,
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class Shape(NamedTuple):
+    """What an answer must look like, and the field that says so."""
+
+    field: str
+    grammar: Grammar
+
+
+def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    given = body.tools or ()
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    return tools, _choice(body)
+
+
+def parse_calls(given: Iterable[MessageToolCall], path: str) -> tuple[ToolCall, ...]:
+    return tuple(_call(call, f"{path}[{i}]") for i, call in enumerate(given))
+
+
+def parameters_field(index: int) -> str:
+    return f"tools[{index}].function.parameters"
+
+
+def _tool(tool: ToolDefinition, path: str) -> Tool:
+    if tool.type != "function":
+        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
+        raise unsupported(f"{path}.type", text, is_value=True)
+    if tool.function is None:
+        raise InvalidRequest(f"{path}.function is missing")
+    function = tool.function
+    return Tool(function.name, function.description or "", function.parameters or {}, bool(function.strict))
+
+
+def _choice(body: ChatCompletionRequest) -> ToolChoice:
+    is_parallel = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case None:
+            return ToolChoice(is_parallel=is_parallel)
+        case str(mode):
+            if mode not in list(ToolMode):
+                raise InvalidRequest(f"tool_choice = {mode!r:.80} is not one of {', '.join(ToolMode)}, or an object")
+            return ToolChoice(ToolMode(mode), is_parallel=is_parallel)
+        case NamedToolChoice(type="function", function=function):
+            if function is None:
+                raise InvalidRequest("tool_choice.function is missing")
+            return ToolChoice(ToolMode.REQUIRED, function.name, is_parallel=is_parallel)
+        case NamedToolChoice(type="allowed_tools", allowed_tools=allowed):
+            if allowed is None or not allowed.tools:
+                raise InvalidRequest("tool_choice.allowed_tools is missing or names none")
+            if allowed.mode not in ("auto", "required"):
+                text = f"tool_choice.allowed_tools.mode = {allowed.mode!r:.80} is not one of auto, required"
+                raise InvalidRequest(text)
+            names = tuple(tool.function.name for tool in allowed.tools)
+            return ToolChoice(ToolMode(allowed.mode), allowed=names, is_parallel=is_parallel)
+        case NamedToolChoice(type=kind):
+            text = f"tool_choice.type = {kind!r:.80} is not supported: it is function or allowed_tools"
+            raise unsupported("tool_choice.type", text, is_value=True)
+
+
+def _call(call: MessageToolCall, path: str) -> ToolCall:
+    if call.type != "function":
+        text = f"{path}.type = {call.type!r:.80} is not supported: tools are functions that the client calls"
+        raise unsupported(f"{path}.type", text, is_value=True)
+    if call.function is None:
+        raise InvalidRequest(f"{path}.function is missing")
+    if not 1 <= len(call.id) <= MAX_CALL_ID_CHARS:
+        raise InvalidRequest(f"{path}.id has {len(call.id)} characters, not 1 to {MAX_CALL_ID_CHARS}")
+    made = ToolCall(call.id, call.function.name, call.function.arguments or "{}")
+    check_call(made, f"{path}.function")
+    return made
+
+
+# Shapes
+
+
+def parse_shape(body: GenerationBody) -> Shape | None:
+    """One of the ways to ask for it."""
+    found = [shape for shape in _shapes(body) if shape is not None]
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[1].field} and {found[0].field} exclude each other")
+    return found[0] if found else None
+
+
+def shape_field(body: GenerationBody) -> str | None:
+    shape = parse_shape(body)
+    return None if shape is None else shape.field
+
+
+def _shapes(body: GenerationBody) -> Iterable[Shape | None]:
+    if isinstance(body.response_format, ResponseFormat):
+        yield _response_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield from _structured("structured_outputs.", body.structured_outputs)
+    guided = StructuredOutputs(
+        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    yield from _structured("guided_", guided)
+
+
+def _response_format(given: ResponseFormat) -> Shape | None:
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            return Shape("response_format", json_object_grammar())
+        case "json_schema":
+            form = given.json_schema
+            if form is None or form.schema is None:
+                missing = "json_schema" if form is None else "json_schema.schema"
+                raise InvalidRequest(f"response_format.{missing} is missing")
+            schema, strict = form.schema, bool(form.strict)
+            field = "response_format.json_schema.schema"
+            return _shape(field, lambda: json_schema_grammar(schema, strict=strict))
+        case other:
+            raise InvalidRequest(f"response_format.type = {other!r:.80} is not one of {', '.join(_FORMATS)}")
+
+
+def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape | None]:
+    if (schema := given.json) is not None:
+        yield _shape(f"{prefix}json", lambda: json_schema_grammar(_schema(schema)))
+    if (pattern := given.regex) is not None:
+        yield _shape(f"{prefix}regex", lambda: regex_grammar(pattern))
+    if (choices := given.choice) is not None:
+        yield _shape(f"{prefix}choice", lambda: choice_grammar(choices))
+    if (source := given.grammar) is not None:
+        yield _shape(f"{prefix}grammar", lambda: lark_grammar(source))
+    if given.json_object:
+        yield Shape(f"{prefix}json_object", json_object_grammar())
+
+
+def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    try:
+        schema = msgspec.json.decode(given)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar is neither a schema nor the JSON text of one")
+    return schema
+
+
+def _shape(field: str, make: Callable[[], Grammar]) -> Shape:
+    try:
+        return Shape(field, make())
+    except InvalidRequest as error:
+        raise shape_error(field, error) from None

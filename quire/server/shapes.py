@@ -1,0 +1,42 @@
+"""Errors of grammars in the words of whoever asked: which field of a body made the grammar. Knows no protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire.errors import InvalidRequest
+from quire.server.ask import Ask
+from quire.server.errors import ApiError, Kind
+from quire.text.chat import ChatRequest
+from quire.text.tool_grammars import guilty_tool
+
+# What a compiler says, between where it stopped and its picture of that place.
+_SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
+
+
+@contextmanager
+def shape_errors(ask: Ask, words_field: str | None, tool_field: Callable[[int], str]) -> Iterator[None]:
+    """`words_field`: what the shape of words was asked for by. `tool_field`: where the schema of a tool stands."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not str(error).startswith("grammar"):
+            raise
+        field = _guilty_field(ask, str(error), tool_field) or words_field or "tools"
+        raise shape_error(field, error) from None
+
+
+def shape_error(field: str, error: InvalidRequest) -> ApiError:
+    found = _SAID.match(str(error))
+    what = str(error) if found is None else found["what"]
+    return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
+
+
+def _guilty_field(ask: Ask, error: str, tool_field: Callable[[int], str]) -> str | None:
+    chat = ask.prompts[0]
+    number = guilty_tool(error)
+    if not isinstance(chat, ChatRequest) or number is None or number >= len(chat.callable_tools):
+        return None
+    return tool_field(chat.tools.index(chat.callable_tools[number]))
