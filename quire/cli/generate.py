@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
     from quire.engine.params import GenerationParams
+    from quire.text.grammar import Grammar
 
 SEPARATOR = "-" * 8  # between the answers of --n
 
@@ -37,6 +39,9 @@ def generate(
     stop: loading.StopOption = None,
     n: Annotated[int, typer.Option("--n", "-n", help="How many answers.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="Answer in JSON by the schema in this file.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with what this regular expression matches.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="Answer by the Lark grammar in this file.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to show at each token.")] = None,
     server: loading.ServerOption = None,
     api_key: loading.KeyOption = None,
@@ -73,6 +78,7 @@ def generate(
             stop=stop or (),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar),
         )
     settings = loading.engine_settings(
         backend=backend,
@@ -89,6 +95,32 @@ def generate(
     ask: Ask = text if raw else [*head, {"role": "user", "content": text}]
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
+
+
+def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    """What the answer must look like, said in one of three ways or not at all."""
+    from quire.text.grammar import Grammar, GrammarKind
+
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidRequest(f"{' and '.join(names)} say different things: give one of them")
+    if regex is not None:
+        return Grammar(GrammarKind.REGEX, regex)
+    if json_schema is not None:
+        return Grammar(GrammarKind.JSON_SCHEMA, _read_file("--json-schema", json_schema))
+    if grammar is not None:
+        return Grammar(GrammarKind.LARK, _read_file("--grammar", grammar))
+    return None
+
+
+def _read_file(option: str, path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{option} {path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise InvalidRequest(f"{option} {path} cannot be read: {error.strerror}") from None
 
 
 def read_prompt(given: str | None, *, is_raw: bool) -> str:

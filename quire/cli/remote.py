@@ -45,6 +45,7 @@ WIRE_NAMES = {
     "include_stop": "include_stop_str_in_output",
     "skip_special": "skip_special_tokens",
 }
+GRAMMAR_NAMES = {"json_schema": "guided_json", "regex": "guided_regex", "lark": "guided_grammar"}  # by kind
 
 
 class ServerError(QuireError):
@@ -379,6 +380,8 @@ def request_body(model: str, ask: Ask, params: GenerationParams) -> dict[str, An
         value = getattr(params, name)
         if value != getattr(neutral, name):
             body[wire_name] = value
+    if params.grammar is not None:
+        body[GRAMMAR_NAMES[params.grammar.kind]] = params.grammar.source
     if isinstance(ask, str):
         body["prompt"] = ask
         if params.logprobs is not None:

@@ -14,14 +14,18 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import loading
+from quire.cli.generate import read_grammar
 from quire.cli.loading import Pace, parse_bytes
 from quire.cli.main import app
 from quire.core.request import FinishReason
 from quire.errors import InvalidRequest
+from quire.text.grammar import Grammar, GrammarKind
 from quire.weights.hub import DEFAULT_MODEL
 from tests.cli.runs import EchoLLM, Terminal, quire
 from tests.tiny import write_tiny_model
 
+LARK = Path(__file__)  # any text will do: nothing is compiled
+NO_SHAPE: dict[str, Any] = {"json_schema": None, "regex": None, "grammar": None}
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
@@ -52,6 +56,29 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
     assert refused.stderr == "quire: --load-format = 'gptq' is not one of auto, dummy\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (("--regex", "a", "--grammar", "FILE"), "--regex and --grammar say different things: give one of them"),
+        (("--json-schema", "FILE"), "grammar: the schema is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (("--json-schema", "nowhere"), "--json-schema nowhere cannot be read: No such file or directory"),
+        (("--regex", "a", "--ignore-eos"), "ignore_eos = True with a grammar: an answer ends where its grammar does"),
+    ],
+)
+def test_shapes_that_cannot_be(tmp_path: Path, options: tuple[str, ...], refusal: str) -> None:
+    (tmp_path / "file").write_text("start: x")
+    arguments = [str(tmp_path / "file") if option == "FILE" else option for option in options]
+    assert quire("generate", "Hi", *arguments).stderr == f"quire: {refusal}\n"
+
+
+def test_a_grammar_is_one_of_three() -> None:
+    found = {name: read_grammar(**{**NO_SHAPE, name: value}) for name, value in (("regex", "a+"), ("grammar", LARK))}
+    assert found["regex"] == Grammar(GrammarKind.REGEX, "a+")
+    assert found["grammar"] is not None
+    assert found["grammar"].kind is GrammarKind.LARK
+    assert read_grammar(**NO_SHAPE) is None
+
+
 # With the real model
 
 
@@ -78,6 +105,15 @@ def test_a_piped_prompt_and_json() -> None:
     assert len(document["logprobs"][0]["top"]) == 1
     assert document["timings"]["ttft_ms"] > 0
     assert document["timings"]["tokens_per_s"] > 0
+
+
+@pytest.mark.usefixtures("default_model")
+def test_the_answer_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    schema.write_text(json.dumps(city | {"additionalProperties": False}))
+    outcome = quire("generate", QUESTION, "--temperature", "0", "--json-schema", str(schema))
+    assert (outcome.stdout, outcome.stderr) == ('{"city": "Paris"}\n', "")
 
 
 @pytest.mark.usefixtures("default_model")

@@ -20,6 +20,7 @@ from quire.cli.main import app
 from quire.cli.remote import parse_url, read_events, request_body
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError
+from quire.text.grammar import Grammar, GrammarKind
 from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
 from tests.cli.scripted import (
     DONE,
@@ -320,6 +321,14 @@ def test_names_that_differ_in_the_api() -> None:
     assert body["skip_special_tokens"] is False
     assert (body["prompt"], body["logprobs"], body["min_tokens"]) == ("Once", 2, 3)
     assert json.loads(json.dumps(body))["logit_bias"] == {"5": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("json_schema", "guided_json"), ("regex", "guided_regex"), ("lark", "guided_grammar")]
+)
+def test_a_grammar_is_sent_in_the_words_of_the_api(kind: str, name: str) -> None:
+    grammar = Grammar(GrammarKind(kind), "{}")
+    assert request_body("m", "Once", GenerationParams(grammar=grammar))[name] == "{}"
 
 
 def test_a_raw_prompt_is_a_completion(server: ScriptedServer) -> None:

@@ -52,6 +52,12 @@ class Toy:
         return len(self.tokens) >= self.length
 
 
+class Endless(Toy):
+    def allowed(self, tokens: Sequence[int]) -> set[int]:
+        del tokens
+        return {7, 8}
+
+
 def alone(prompt: Sequence[int], sampling: SamplingParams, toy: Toy, max_tokens: int) -> tuple[list[int], FinishReason]:
     """What the answer is with the machine to itself."""
     fold = Fold(BLOCK_SIZE)
@@ -151,8 +157,7 @@ def test_some_of_those_worlds_preempt() -> None:
 def test_a_matcher_that_fails_ends_its_own_request(has_overlap: bool, is_late: bool) -> None:
     engine = make(has_overlap=has_overlap, is_late=is_late)
     sampling = SamplingParams(seed=3, max_tokens=12, stop_token_ids=())
-    toys = {number: Toy(number, 9, fails_at=4 if number == 2 else None) for number in (1, 2, 3)}
-    toys[2].allowed = lambda _: {7, 8}  # type: ignore[method-assign]
+    toys = {1: Toy(1, 9), 2: Endless(2, 9, fails_at=4), 3: Toy(3, 9)}
     for number, toy in toys.items():
         engine.add(number, [5, 6, number], sampling, matcher=toy)
     outputs = drain(engine)
