@@ -20,6 +20,7 @@ from quire.engine.params import PinPrefix
 from quire.text.grammar import Grammar
 
 MAX_FRAME = 256 << 20  # a forged or garbled length must not allocate the machine
+MAX_RUNNING_TOLD = 256  # requests, in an answer for people to look at
 MAX_UNSENT = 64 << 20  # bytes; a peer that leaves this much unread is gone, or has enough to do
 _HEADER = Struct("<I")
 

@@ -30,6 +30,7 @@ from quire.engine.compiling import SIGN_OF_LIFE_S, Compilations
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.grammars import Compiled, Grammars, open_grammars
 from quire.engine.wire import (
+    MAX_RUNNING_TOLD,
     Add,
     Begun,
     Blocks,
@@ -66,7 +67,6 @@ LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
 WARM_UP_TOKENS = 8
 MAX_LOOKED_AT = 1000  # blocks for one answer of the map: under half a millisecond
-MAX_RUNNING_TOLD = 256
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from quire import __version__
 from quire.core.block_map import BlocksView, CellRun
 from quire.core.request import Priority
-from quire.engine.wire import Blocks, Running, Stats
+from quire.engine.wire import MAX_RUNNING_TOLD, Blocks, Running, Stats
 from quire.server.auth import Key
 from quire.server.models import Model
 from quire.server.pulse import Ttft
@@ -64,7 +64,7 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: Annotated[str, Meta(description="The name of the key it came with.")]
     endpoint: str
     tier: str
-    is_running: bool
+    is_running: Annotated[bool, Meta(description="It waits otherwise, for the first time or preempted.")]
     num_samples: int
     age_s: Annotated[float, Meta(description="Since it arrived.")]
     prompt_tokens: int
@@ -227,7 +227,8 @@ class Glance:
         mine = [work for work in self.works if is_shown(work, key)]
         mine.sort(key=lambda work: (not work.is_started, work.caller.arrived_s))
         running = {} if self.blocks is None else {one.request_id: one for one in self.blocks.running}
-        return [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
+        shown = [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
+        return sorted(shown, key=lambda one: not one.is_running)
 
     def _request(self, work: Work, running: dict[int, Running]) -> WatchedRequest:
         usage = work.usage
@@ -238,7 +239,7 @@ class Glance:
             key=work.caller.key.name,
             endpoint=work.caller.endpoint,
             tier=work.priority.name.lower(),
-            is_running=work.is_started,
+            is_running=bool(here) or (work.is_started and len(running) >= MAX_RUNNING_TOLD),
             num_samples=work.ask.params.n * len(work.requests),
             age_s=round(time.monotonic() - work.caller.arrived_s, 2),
             prompt_tokens=usage.prompt_tokens,

@@ -74,6 +74,33 @@ TestMapMachine.settings = settings(
 )
 
 
+def look_at_all(block_map: BlockMap, max_blocks: int) -> int:
+    """Returns in how many turns."""
+    num_updates = 0
+    while block_map.num_pending:
+        block_map.update(max_blocks)
+        num_updates += 1
+    return num_updates
+
+
+def test_what_loses_its_content_while_free_is_seen() -> None:
+    """A longer tail takes the place of a shorter one that nobody holds."""
+    cache = KVCacheManager(17, 4)
+    short, longer = make_request(1, 6), make_request(2, 7)
+    block_map = BlockMap(cache, 100)
+    for request in (short, longer):
+        cache.grow(request, len(request.tokens))
+        request.num_computed = request.num_planned = len(request.tokens)
+    cache.publish(short)
+    cache.release(short)
+    look_at_all(block_map, 100)
+    assert block_map.totals == (12, 2, 2, 0, 0)
+    cache.publish(longer)
+    cache.publish_tail(longer)
+    look_at_all(block_map, 100)
+    assert block_map.totals == (13, 1, 2, 0, 0)
+
+
 def test_runs_are_short_and_in_order() -> None:
     cache = KVCacheManager(17, 4)
     first, second = make_request(1, 20), make_request(2, 20)
@@ -103,11 +130,7 @@ def test_large_pools_come_in_cells_and_in_turns() -> None:
     block_map = BlockMap(cache, 2000)
     assert block_map.blocks_per_cell == 50
     assert block_map.num_pending == 100_000
-    num_updates = 0
-    while block_map.num_pending:
-        block_map.update(2000)
-        num_updates += 1
-    assert num_updates == 50
+    assert look_at_all(block_map, 2000) == 50
     assert expand(block_map) == cells(counted(cache, [request.block_table for request in requests]), 50)
     for request in requests[:4]:
         cache.release(request)

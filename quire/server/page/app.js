@@ -8,6 +8,7 @@ import { ask, events, getKey, setKey } from "./net.js";
 
 const INTERVAL_MS = 500;
 const MAX_PAUSE_MS = 5000;
+const LATE_S = 2; // without an answer from the worker
 let chosen = null; // the model that is shown; null: the first
 let snapshot = null;
 let watching = null; // an AbortController
@@ -20,6 +21,9 @@ const say = (text, kind) => {
 const stateOf = (model) => {
   if (snapshot.is_draining) return ["shutting down", "busy"];
   if (model.state === "ready" && model.engine && !model.engine.is_moving) return ["stuck", "bad"];
+  if (model.state === "ready" && model.engine && model.engine.age_s > LATE_S) {
+    return ["in one long step; figures are " + seconds(model.engine.age_s) + " old", "busy"];
+  }
   if (model.state === "ready") return [model.engine && model.engine.num_running ? "working" : "ready", "good"];
   if (model.state === "loading" && model.progress !== null) return ["loading " + Math.round(model.progress * 100) + " %", "busy"];
   return [model.state, model.state === "failed" ? "bad" : "busy"];

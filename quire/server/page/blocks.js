@@ -85,7 +85,7 @@ const say = (found) => {
   const what = STATES.filter(([state]) => found.counts[state])
     .map(([state, word]) => (found.num_blocks === 1 ? word : num(found.counts[state]) + " " + word));
   const parts = [what.join(", "), plural(found.num_tokens, "token")];
-  const holders = found.holders.map((one) => (found.num_blocks === 1 ? one.id : one.id + " (" + num(one.num_blocks) + ")"));
+  const holders = found.holders.map((one) => (one.num_blocks === 1 ? one.id : one.id + " ×" + num(one.num_blocks)));
   if (found.num_other_holders) holders.push(plural(found.num_other_holders, "request") + " of other keys");
   if (found.max_holders) parts.push(plural(found.max_holders, "reference") + (found.num_blocks === 1 ? "" : " at most"));
   if (found.num_pins) parts.push(plural(found.num_pins, "pin"));

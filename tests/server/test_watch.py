@@ -1,0 +1,416 @@
+"""`/v1/watch` over a real socket: what it says is true, it costs little, and nobody can make it cost more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from quire.core.request import Priority
+from quire.engine.engine import EngineOutput
+from quire.engine.wire import Stepped
+from quire.server.auth import LOCAL
+from quire.server.models import Models
+from quire.server.pulse import MAX_RECENT, Pulse
+from quire.server.records import RequestRecord
+from quire.server.watch import MAX_WATCHERS, Watch, WatchStream
+from quire.server.watch_view import BlocksAnswer, WatchSnapshot
+from tests.server.rig import FAKE, Server, ask_async, serving
+
+ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
+LONG = "The quick brown fox jumps over the lazy dog. " * 8
+SLOW = ("--device", "20ms")  # of a step of the fake backend
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE, *SLOW) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model: Path) -> Iterator[Server]:
+    keys = ("--api-key", ALICE, "--api-key", BOB, "--admin-api-key", ROOT)
+    with serving(str(tiny_model), *FAKE, *SLOW, *keys, key=ROOT) as server:
+        yield server
+
+
+def snapshot(server: Server, key: str | None = None) -> WatchSnapshot:
+    headers = None if key is None else {"authorization": f"Bearer {key}"}
+    answer = server.get("/v1/watch?once=true&interval_ms=100", headers=headers)
+    assert answer.status == 200, answer
+    assert answer.headers["content-type"] == "application/json"
+    return msgspec.json.decode(answer.body, type=WatchSnapshot)  # it is what the schema says
+
+
+def body(text: str = LONG, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": 3000, "ignore_eos": True, "stream": True, **more}
+
+
+def running(server: Server, text: str = LONG, **more: Any) -> socket.socket:
+    """A request that streams until the socket is closed."""
+    sock = server.send_request(body(text, **more))
+    assert sock.recv(1)
+    return sock
+
+
+class Stream:
+    """Snapshots as they come."""
+
+    def __init__(self, server: Server, query: str = "", key: str | None = None, buffer: int | None = None) -> None:
+        self.sock = socket.socket()
+        if buffer is not None:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        self.sock.settimeout(20)
+        self.sock.connect(server.address)
+        key = server.key if key is None else key
+        who = "" if key is None else f"authorization: Bearer {key}\r\n"
+        self.sock.sendall(f"GET /v1/watch?{query} HTTP/1.1\r\nhost: localhost\r\n{who}\r\n".encode())
+        self._data = b""
+
+    def close(self) -> None:
+        self.sock.close()
+
+    @property
+    def status(self) -> int:
+        while b"\r\n\r\n" not in self._data:
+            self._data += self.sock.recv(65536)
+        return int(self._data.split(b" ", 2)[1])
+
+    def next(self) -> WatchSnapshot:
+        while (end := self._data.find(b"\n\n")) < 0:
+            got = self.sock.recv(65536)
+            assert got, "the stream has ended"
+            self._data += got
+        frame, self._data = self._data[:end], self._data[end + 2 :]
+        return msgspec.json.decode(frame[frame.index(b"data: ") + 6 :], type=WatchSnapshot)
+
+
+def test_an_idle_server_says_so(server: Server) -> None:
+    server.wait_free()
+    found = snapshot(server)
+    assert (found.key, found.is_admin, found.is_draining) == ("local", True, False)
+    (model,) = found.models
+    assert (model.state, model.num_waiting) == ("ready", 0)
+    engine = model.engine
+    assert engine is not None
+    assert engine.blocks is not None
+    assert engine.is_moving
+    assert (engine.num_running, engine.requests, engine.num_other_requests) == (0, [], 0)
+    assert engine.blocks.num_blocks == 399
+    assert sum(run.num_cells for run in engine.blocks.cells) == 399
+    assert engine.blocks.counts.in_use == engine.blocks.counts.shared == engine.blocks.counts.pinned == 0
+    assert [tier.tier for tier in engine.tiers] == ["high", "normal", "low"]
+
+
+def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None:
+    with closing(Stream(server, "interval_ms=200")) as stream, running(server), running(server):
+        found = [stream.next() for _ in range(12)]
+        last = found[-1]
+        engine = last.models[0].engine
+        assert engine is not None
+        assert engine.blocks is not None
+        assert engine.num_running == 2
+        assert engine.num_steps > 0
+        assert engine.decode_tokens_per_s > 10
+        first, second = engine.requests
+        assert first.is_running
+        assert first.endpoint == "/v1/chat/completions"
+        assert (first.tier, first.key, first.num_samples) == ("normal", "local", 1)
+        assert second.cached_tokens == second.prompt_tokens - 1  # the second came after the first
+        assert first.completion_tokens > found[-4].models[0].engine.requests[0].completion_tokens  # type: ignore[union-attr]
+        assert first.num_blocks * 32 >= first.computed_tokens > first.prompt_tokens
+        assert first.tokens_per_s > 5
+        # Both hold the same prompt: its full blocks are shared, and say by whom.
+        assert engine.blocks.counts.shared >= first.prompt_tokens // 32 - 1
+        assert engine.blocks.max_holders == 2
+        position = 1
+        for run in engine.blocks.cells:
+            if run.num_shared:
+                break
+            position += run.num_cells
+        answer = server.get(f"/v1/watch/blocks?first={position}&count=1")
+        view = msgspec.json.decode(answer.body, type=BlocksAnswer)
+        assert view.counts.shared == 1
+        assert {one.id for one in view.holders} == {first.id, second.id}
+        assert (view.max_holders, view.num_tokens, view.num_other_holders) == (2, 32, 0)
+    server.wait_free()
+    assert snapshot(server).models[0].engine.requests == []  # type: ignore[union-attr]
+
+
+def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
+    before = snapshot(server).models[0].engine
+    assert server.chat("Something quite new " + LONG).status == 200
+    assert server.chat("Something quite new " + LONG).status == 200
+    after = snapshot(server).models[0].engine
+    assert before is not None
+    assert after is not None
+    assert after.num_ttft == before.num_ttft + 2
+    assert 0 < (after.ttft_s_p50 or 0) <= (after.ttft_s_p95 or 0) < 20
+    assert after.num_hit_tokens > before.num_hit_tokens
+
+
+def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1") as server, ExitStack() as stack:
+        stack.enter_context(running(server, priority="high"))
+        for tier in ("low", "low", "normal"):
+            stack.enter_context(server.send_request(body(priority=tier)))
+        deadline = time.monotonic() + 10
+        while (engine := snapshot(server).models[0].engine) is None or engine.num_waiting < 3:
+            assert time.monotonic() < deadline, engine
+        waiting = {tier.tier: tier for tier in engine.tiers}
+        assert [waiting[name].num_waiting for name in ("high", "normal", "low")] == [0, 1, 2]
+        assert waiting["low"].oldest_age_s > 0
+        assert waiting["low"].num_tokens > 0
+        assert [one.is_running for one in engine.requests] == [True, False, False, False]
+        assert all(one.num_blocks == 0 for one in engine.requests[1:])
+        before = engine.num_preemptions
+        stack.pop_all().close()  # all leave
+        server.wait_free()
+        stack.enter_context(running(server, priority="low"))
+        stack.enter_context(running(server, priority="high"))  # which takes the only place
+        found = snapshot(server).models[0].engine
+        assert found is not None
+        assert found.num_preemptions == before + 1
+        assert [(one.tier, one.is_running) for one in found.requests] == [("high", True), ("low", False)]
+
+
+def test_one_clock_for_all_and_so_many_watchers_at_most(server: Server) -> None:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(closing(Stream(server, "interval_ms=300"))) for _ in range(MAX_WATCHERS)]
+        rounds = [[stream.next() for stream in streams] for _ in range(4)]
+        for found in rounds[1:]:
+            assert len({one.tick for one in found}) <= 2  # all of them see the same ticks
+            assert found[-1].num_watchers == MAX_WATCHERS
+        refused = server.get("/v1/watch")
+        assert refused.status == 429
+        assert str(MAX_WATCHERS) in refused.json["error"]["message"]
+        assert refused.headers["retry-after"]
+        assert server.get("/v1/watch?once=true").status == 429
+        assert server.chat().status == 200
+    deadline = time.monotonic() + 10
+    while server.get("/v1/watch?once=true").status != 200:  # who leaves makes room
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> None:
+    snapshot(server)
+    server.wait_free()
+    time.sleep(1.2)  # the audit that follows work
+    worker = psutil.Process(server.worker_pid)
+    before = worker.num_ctx_switches().voluntary
+    time.sleep(1.0)
+    assert worker.num_ctx_switches().voluntary - before < 5
+    with closing(Stream(server, "interval_ms=100")) as stream:
+        for _ in range(10):
+            stream.next()
+        assert worker.num_ctx_switches().voluntary - before >= 8  # and this would show
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1/watch?interval_ms=99", "interval_ms = '99'"),
+        ("/v1/watch?interval_ms=60001", "interval_ms = '60001'"),
+        ("/v1/watch?interval_ms=soon", "interval_ms = 'soon'"),
+        ("/v1/watch?once=perhaps", "once = 'perhaps'"),
+        ("/v1/watch/blocks", "first"),
+        ("/v1/watch/blocks?first=0", "first = '0'"),
+        ("/v1/watch/blocks?first=1&count=5000", "count = '5000'"),
+        ("/v1/watch/blocks?first=399&count=2", "are not among 1 to 399"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(server: Server, path: str, says: str) -> None:
+    answer = server.get(path)
+    assert answer.status == 400
+    assert says in answer.json["error"]["message"]
+
+
+def test_unknown_models_and_other_methods(server: Server) -> None:
+    assert server.get("/v1/watch/blocks?first=1&model=nobody").status == 404
+    assert server.post("/v1/watch").status == 405
+    head = server.ask("HEAD", "/v1/watch")
+    assert (head.status, head.body) == (200, b"")
+
+
+def test_without_a_key_nothing_is_told(locked: Server) -> None:
+    for path in ("/v1/watch", "/v1/watch?once=true", "/v1/watch/blocks?first=1"):
+        assert locked.get(path, headers={"authorization": "Bearer sk-nobody-00001"}).status == 401
+
+
+def test_a_key_sees_its_own_requests_and_counts_the_others(locked: Server) -> None:
+    def start(key: str, text: str) -> socket.socket:
+        locked.key = key
+        try:
+            return running(locked, text)
+        finally:
+            locked.key = ROOT
+
+    with start(ALICE, "mine " + LONG), start(BOB, "his " + LONG):
+        alice, root = snapshot(locked, ALICE), snapshot(locked, ROOT)
+        assert (alice.key, alice.is_admin, root.is_admin) == ("key-1", False, True)
+        mine, everything = alice.models[0].engine, root.models[0].engine
+        assert mine is not None
+        assert everything is not None
+        assert everything.blocks is not None
+        assert [one.key for one in mine.requests] == ["key-1"]
+        assert mine.num_other_requests == 1
+        assert {one.key for one in everything.requests} == {"key-1", "key-2"}
+        other = next(one for one in everything.requests if one.key == "key-2")
+        assert other.id.encode() not in msgspec.json.encode(alice)
+        path = f"/v1/watch/blocks?first=1&count={everything.blocks.num_blocks}"
+        seen = locked.get(path, headers={"authorization": f"Bearer {ALICE}"}).json
+        assert [one["id"] for one in seen["holders"]] == [mine.requests[0].id]
+        assert seen["num_other_holders"] == 1
+        assert other.id not in json.dumps(seen)
+        assert len(locked.get(path).json["holders"]) == 2
+
+
+def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:
+    with (
+        closing(Stream(locked, "interval_ms=100", ALICE)) as alice,
+        closing(Stream(locked, "interval_ms=100", BOB)) as bob,
+    ):
+        for _ in range(5):
+            assert alice.next().key == "key-1"
+            assert bob.next().key == "key-2"
+
+
+def test_a_worker_that_dies_is_shown_and_its_successor_too(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE) as server, closing(Stream(server, "interval_ms=100")) as stream:
+        assert stream.next().models[0].state == "ready"
+        os.kill(server.worker_pid, signal.SIGKILL)
+        states: list[str] = []
+        deadline = time.monotonic() + 30
+        while not states or states[-1] != "ready" or len(set(states)) == 1:
+            found = stream.next().models[0]
+            states.append(found.state if found.engine else "loading" if found.state == "ready" else found.state)
+            assert time.monotonic() < deadline, states
+        while (engine := stream.next().models[0].engine) is None or engine.num_restarts != 1:
+            assert time.monotonic() < deadline
+        assert engine.blocks is not None
+        assert engine.blocks.counts.free == engine.blocks.num_blocks
+
+
+def test_the_server_ends_though_somebody_watches(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE) as server, closing(Stream(server)) as stream:
+        stream.next()
+        begin_s = time.monotonic()
+        assert server.stop(20) == 0
+        assert time.monotonic() - begin_s < 10
+
+
+def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
+    options = ("--backend", "fake", "--num-blocks", "100001")
+    with serving(str(tiny_model), *options) as server:
+
+        async def crowd() -> None:
+            await asyncio.gather(
+                *(
+                    ask_async(server, "/v1/chat/completions", body(f"{i} {LONG}", max_tokens=8, stream=False))
+                    for i in range(24)
+                )
+            )
+
+        asyncio.run(crowd())
+        answer = server.get("/v1/watch?once=true&interval_ms=100")
+        found = msgspec.json.decode(answer.body, type=WatchSnapshot)
+        engine = found.models[0].engine
+        assert engine is not None
+        blocks = engine.blocks
+        assert blocks is not None
+        assert blocks.num_pending == 0
+        assert (blocks.num_blocks, blocks.blocks_per_cell) == (100_000, 50)
+        assert sum(run.num_cells for run in blocks.cells) == 2000
+        assert sum(run.num_cells * run.num_cached for run in blocks.cells) == blocks.counts.cached > 24
+        assert len(answer.body) < 64 << 10
+
+
+# Without a server
+
+
+def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> None:
+    async def work() -> None:
+        watch = Watch(cast(Models, []))
+        sent: list[WatchSnapshot] = []
+        is_read = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                sent.append(msgspec.json.decode(message["body"].removeprefix(b"data: "), type=WatchSnapshot))
+                await is_read.wait()
+
+        async def receive() -> Any:
+            return await asyncio.get_running_loop().create_future()
+
+        stream = WatchStream(watch.enter(0.02), LOCAL, {})
+        other = watch.enter(0.02)
+        streaming = asyncio.create_task(stream({}, receive, send))
+        for _ in range(10):
+            await watch.after(watch.tick)
+        assert [one.tick for one in sent] == [1]  # the first is still on its way
+        is_read.set()
+        while len(sent) < 2:
+            await asyncio.sleep(0.01)
+        assert sent[1].tick >= 10  # the newest, and none of those in between
+        other.leave()
+        streaming.cancel()
+        with suppress(asyncio.CancelledError):
+            await streaming
+        assert watch.enter(0.02) is not None  # it left: there is room, and the clock starts anew
+        assert watch.tick == 0
+
+    asyncio.run(work())
+
+
+def test_the_pulse_counts_and_forgets() -> None:
+    now_s = 1000.0
+    pulse = Pulse(lambda: now_s)
+    assert pulse.ttft() is None
+    output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
+    pulse.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
+    assert (pulse.num_computed_tokens, pulse.num_generated_tokens, pulse.num_prefilled_tokens) == (10, 4, 6)
+    for number in range(1, 101):
+        pulse.finished(record(number / 100))
+    pulse.finished(record(None))
+    assert pulse.ttft() == (100, 0.5, 0.95)
+    for _ in range(2 * MAX_RECENT):
+        pulse.finished(record(9.0))
+    assert pulse.ttft() == (MAX_RECENT, 9.0, 9.0)
+    now_s += 301
+    assert pulse.ttft() is None
+
+
+def record(ttft_s: float | None) -> RequestRecord:
+    numbers: dict[str, Any] = dict.fromkeys(
+        ("num_prompts", "n", "prompt_tokens", "cached_tokens", "completion_tokens"), 1
+    )
+    times: dict[str, Any] = dict.fromkeys(("queued_s", "prefill_s", "decode_s"))
+    return RequestRecord(
+        request_id="r",
+        endpoint="/",
+        model="m",
+        key_name="k",
+        priority=Priority.NORMAL,
+        is_streaming=False,
+        max_tokens=1,
+        cache_reason=None,
+        ttft_s=ttft_s,
+        e2e_s=1.0,
+        finish="stop",
+        **numbers,
+        **times,
+    )
