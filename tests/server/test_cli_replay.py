@@ -19,10 +19,12 @@ from quire.engine.replay import Ending
 from quire.engine.trace import TraceRequest, text
 from tests.cli.runs import quire
 from tests.server.rig import Server, serving
+from tests.test_docs import commands
 
 KEY = "replay-0000-key"
 NOBODY = {"QUIRE_SERVER": "", "QUIRE_API_KEY": ""}
 STEPS = ("--base-ms", "5", "--token-us", "1", "--context-us", "0")  # nothing to measure
+PAGE = Path(__file__).parents[2] / "docs/replay.md"
 MODEL = "smollm2-135m-instruct"
 
 
@@ -157,6 +159,21 @@ def test_a_server_that_will_not_have_us(server: Server, tmp_path: Path) -> None:
     assert "has no model 'someone/else'" in model.stderr
     for outcome in (wrong, step, model):
         assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
+
+
+def test_the_page_says_what_can_be_typed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of docs/replay.md, in the order it stands there."""
+    monkeypatch.chdir(tmp_path)
+    server.chat()
+    server.wait_for("quire.request")
+    (tmp_path / "server.log").write_text(server.log)
+    todo = commands(PAGE)
+    assert len(todo) == 6
+    for words in todo:
+        smaller = ["--max-requests", "1", *STEPS] if words[1] == "replay" else []
+        outcome = quire(*words[1:], *smaller, env={"QUIRE_SERVER": server.url, "QUIRE_API_KEY": KEY})
+        assert outcome.returncode == 0, f"{words}: {outcome.stderr}"
+        assert outcome.stdout
 
 
 # What it is made of
