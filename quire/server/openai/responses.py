@@ -14,7 +14,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.openai.parsing import in_their_words
 from quire.server.openai.responses_items import AnswerItems
-from quire.server.openai.responses_parsing import names_of, parse_responses
+from quire.server.openai.responses_parsing import names_of, parameters_field, parse_responses, shape_field
 from quire.server.openai.responses_types import (
     ErrorCode,
     Event,
@@ -33,9 +33,9 @@ from quire.server.openai.responses_types import (
     ResponseUsage,
 )
 from quire.server.openai.types import ChatTokenLogprob, TopLogprob
+from quire.server.shapes import shape_errors
 from quire.server.stream import told
 from quire.server.work import ClientGone
-from quire.text.answers import PlainAnswer
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -50,12 +50,12 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 async def responses(call: Call) -> Response:
     body = await call.body(ResponsesRequest)
     ask = parse_responses(body)
-    with in_their_words(names_of(body)):
+    with in_their_words(names_of(body)), shape_errors(ask, shape_field(body), parameters_field):
         work = await call.open(ask)
-    reply = Reply(work, body)
-    if ask.is_streaming:
-        return await call.stream(work, reply.events())
-    return call.json(await reply.whole())
+        reply = Reply(work, body)
+        if ask.is_streaming:
+            return await call.stream(work, reply.events())
+        return call.json(await reply.whole())
 
 
 class Reply:
@@ -65,9 +65,8 @@ class Reply:
         self._work = work
         self._asked = _asked(work, body)
         self._items = AnswerItems(work.request_id)
-        self._parser = PlainAnswer()
+        self._parser = work.new_parser()
         self._is_whole = True
-        self._num_thought_tokens = 0
         self._num_events = 0
 
     async def whole(self) -> ResponseObject:
@@ -98,8 +97,6 @@ class Reply:
         events: list[Event] = []
         for _, delta in batch:
             events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
-            if self._items.is_thinking:  # as near as the text tells: a tag's own tokens may be counted on either side
-                self._num_thought_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
                 events += self._items.take(self._parser.finish())
@@ -140,7 +137,7 @@ class Reply:
             usage.prompt_tokens,
             InputTokensDetails(usage.cached_tokens, written),
             usage.completion_tokens,
-            OutputTokensDetails(self._num_thought_tokens),
+            OutputTokensDetails(self._work.num_thought_tokens),
             usage.total_tokens,
         )
 
@@ -160,7 +157,7 @@ def _asked(work: Work, body: ResponsesRequest) -> dict[str, Any]:
         "model": work.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
         "service_tier": TIERS[work.priority],
         "temperature": sampling.temperature,
         "text": {"format": form} | ({} if verbosity is None else {"verbosity": verbosity}),

@@ -117,10 +117,6 @@ class AnswerItems:
         self._open: _Growing | None = None
         self._held: Logprobs = ()  # of tokens whose text has not come yet
 
-    @property
-    def is_thinking(self) -> bool:
-        return isinstance(self._open, _Reasoning)
-
     def take(self, pieces: Sequence[Piece], logprobs: Logprobs = ()) -> list[Event]:
         """`logprobs`: of the tokens these pieces were made of. They are told with the next words."""
         events: list[Event] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,14 +18,15 @@ from quire.server.openai.responses_types import (
     InputItem,
     InputPart,
     ResponsesRequest,
-    TextFormat,
     ToolChoiceBody,
 )
 from quire.server.openai.support import refuse_unsupported, unsupported
+from quire.server.openai.tools import Shape, parse_shape
+from quire.server.shapes import shape_error
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
-from quire.text.grammar import Grammar, GrammarKind
+from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.tokenizer import check_text
-from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
 
 _NAMES = NAMES | {
     "logprobs": "top_logprobs",
@@ -50,17 +51,22 @@ def parse_responses(body: ResponsesRequest) -> Ask:
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
         tools, choice = parse_tools(body)
+        effort = None if body.reasoning is None else body.reasoning.effort
         chat = ChatRequest(
             conversation.messages(),
             template_args=body.chat_template_kwargs or {},
             tools=tools,
             tool_choice=choice,
+            wants_thought=False if effort == "none" else None,
+            reasoning_effort=effort,
         )
         max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
         plain = msgspec.structs.replace(body, n=1)
         params = params_of(plain, max_tokens=max_tokens, logprobs=_logprobs(body))
-        if (grammar := _grammar(body)) is not None:
-            params = replace(params, grammar=grammar)
+        if (shape := _text_shape(body)) is not None:
+            if (other := parse_shape(body)) is not None:
+                raise InvalidRequest(f"{other.field} and text.format exclude each other")
+            params = replace(params, grammar=shape.grammar)
         return ask_of(body, (chat,), params, tuple(conversation.breakpoints))
 
 
@@ -129,10 +135,9 @@ class _Conversation:
                 turn.thoughts.append(_thought(item, path))
             case "function_call":
                 turn = self._assistant(is_later=True)
-                name, call_id = _given(item.name, f"{path}.name"), _given(item.call_id, f"{path}.call_id")
-                turn.calls.append(ToolCall(call_id, name, _given(item.arguments, f"{path}.arguments")))
+                turn.calls.append(_call(item, path))
             case "function_call_output":
-                turn = _Turn(Role.TOOL, call_id=_given(item.call_id, f"{path}.call_id"))
+                turn = _Turn(Role.TOOL, call_id=_call_id(item, path))
                 self._turns.append(turn)
                 self._fill(turn, item.output, f"{path}.output")
             case "item_reference":
@@ -201,6 +206,20 @@ def _thought(item: InputItem, path: str) -> str:
     return "".join(_checked(part.text or "", f"{path}.{name}[{i}].text") for i, part in enumerate(parts))
 
 
+def _call(item: InputItem, path: str) -> ToolCall:
+    name, arguments = _given(item.name, f"{path}.name"), _given(item.arguments, f"{path}.arguments")
+    call = ToolCall(_call_id(item, path), name, arguments or "{}")
+    check_call(call, path)
+    return call
+
+
+def _call_id(item: InputItem, path: str) -> str:
+    call_id = _given(item.call_id, f"{path}.call_id")
+    if not 1 <= len(call_id) <= MAX_CALL_ID_CHARS:
+        raise InvalidRequest(f"{path}.call_id has {len(call_id)} characters, not 1 to {MAX_CALL_ID_CHARS}")
+    return _checked(call_id, f"{path}.call_id")
+
+
 def _given(value: str | None, path: str) -> str:
     if value is None:
         raise InvalidRequest(f"{path} is missing")
@@ -216,66 +235,66 @@ def _checked(text: str, path: str) -> str:
 
 
 def parse_tools(body: ResponsesRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
+    given_tools = body.tools or ()
+    if len(given_tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(given_tools)} entries, more than {MAX_TOOLS}")
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given_tools))
     is_parallel = body.parallel_tool_calls is not False
-    choice = body.tool_choice
-    if choice is None:
-        return tools, ToolChoice(is_parallel=is_parallel)
-    if isinstance(choice, str):
-        if choice not in list(ToolMode):
-            raise InvalidRequest(f"tool_choice = {choice!r:.80} is not one of {', '.join(ToolMode)}, or an object")
-        return tools, ToolChoice(ToolMode(choice), is_parallel=is_parallel)
-    if choice.type == "function":
-        name = _known(_given(choice.name, "tool_choice.name"), tools, "tool_choice.name")
-        return tools, ToolChoice(ToolMode.REQUIRED, name, is_parallel)
-    if choice.type == "allowed_tools":
-        return _allowed(choice, tools), ToolChoice(_mode(choice), is_parallel=is_parallel)
-    text = f"tool_choice.type = {choice.type!r:.80} is not supported: it is function or allowed_tools"
-    raise unsupported("tool_choice.type", text, is_value=True)
+    match body.tool_choice:
+        case None:
+            return tools, ToolChoice(is_parallel=is_parallel)
+        case str(mode):
+            return tools, ToolChoice(_mode("tool_choice", mode, ToolMode), is_parallel=is_parallel)
+        case ToolChoiceBody(type="function", name=name):
+            name = _given(name, "tool_choice.name")
+            return tools, ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
+        case ToolChoiceBody(type="allowed_tools") as choice:
+            mode = _mode("tool_choice.mode", choice.mode, (ToolMode.AUTO, ToolMode.REQUIRED))
+            if not choice.tools:
+                raise InvalidRequest("tool_choice.tools is missing or names none")
+            given = enumerate(choice.tools)
+            names = tuple(_given(tool.name, f"tool_choice.tools[{i}].name") for i, tool in given)
+            return tools, ToolChoice(mode, allowed=names, is_parallel=is_parallel)
+        case ToolChoiceBody(type=kind):
+            text = f"tool_choice.type = {kind!r:.80} is not supported: it is function or allowed_tools"
+            raise unsupported("tool_choice.type", text, is_value=True)
 
 
 def _tool(tool: FunctionTool, path: str) -> Tool:
     if tool.type != "function":
         text = f"{path}.type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
         raise unsupported(f"{path}.type", text, is_value=True)
-    return Tool(
-        _given(tool.name, f"{path}.name"), tool.description or "", tool.parameters or {}, tool.strict is not False
-    )
+    name = _given(tool.name, f"{path}.name")
+    return Tool(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
 
 
-def _allowed(choice: ToolChoiceBody, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Tools that may not be called are not shown either."""
-    names = [
-        _known(_given(one.name, f"tool_choice.tools[{i}].name"), tools, f"tool_choice.tools[{i}].name")
-        for i, one in enumerate(choice.tools or ())
-    ]
-    return tuple(tool for tool in tools if tool.name in names)
+def _mode(path: str, mode: str | None, modes: Iterable[ToolMode]) -> ToolMode:
+    if mode not in list(modes):
+        raise InvalidRequest(f"{path} = {mode!r:.80} is not one of {', '.join(modes)}")
+    return ToolMode(mode)
 
 
-def _mode(choice: ToolChoiceBody) -> ToolMode:
-    if choice.mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
-        raise InvalidRequest(f"tool_choice.mode = {choice.mode!r:.80} is not one of auto, required")
-    return ToolMode(choice.mode)
+def shape_field(body: ResponsesRequest) -> str | None:
+    """What the shape of the answer was asked for by."""
+    shape = _text_shape(body) or parse_shape(body)
+    return None if shape is None else shape.field
 
 
-def _known(name: str, tools: Sequence[Tool], path: str) -> str:
-    if not any(tool.name == name for tool in tools):
-        raise InvalidRequest(f"{path} = {name!r:.80} is not the name of a tool")
-    return name
+def parameters_field(index: int) -> str:
+    return f"tools[{index}].parameters"
 
 
-def _grammar(body: ResponsesRequest) -> Grammar | None:
+def _text_shape(body: ResponsesRequest) -> Shape | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
-    if form.type not in ("json_object", "json_schema"):
-        raise InvalidRequest(f"text.format.type = {form.type!r:.80} is not one of text, json_object, json_schema")
-    return Grammar(GrammarKind.JSON_SCHEMA, _schema(form))
-
-
-def _schema(form: TextFormat) -> str:
     if form.type == "json_object":
-        return '{"type":"object"}'
+        return Shape("text.format", json_object_grammar())
+    if form.type != "json_schema":
+        raise InvalidRequest(f"text.format.type = {form.type!r:.80} is not one of text, json_object, json_schema")
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing")
-    return msgspec.json.encode(form.schema).decode()
+    try:
+        return Shape("text.format.schema", json_schema_grammar(form.schema, strict=bool(form.strict)))
+    except InvalidRequest as error:
+        raise shape_error("text.format.schema", error) from None

@@ -16,6 +16,7 @@ from quire.server.openai.types import (
     TokenCount,
 )
 from quire.text.chat import MAX_MESSAGES
+from quire.text.tools import MAX_TOOLS
 
 _STORES = "nothing is stored here: send the whole conversation as input"
 
@@ -85,7 +86,9 @@ class FunctionTool(Struct, kw_only=True):
     name: str | None = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of the arguments.")] = None
-    strict: Annotated[bool | None, Meta(description="Whether arguments must follow the schema, as by default.")] = None
+    strict: Annotated[
+        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+    ] = None
 
 
 class ToolChoiceBody(Struct, kw_only=True):
@@ -100,7 +103,9 @@ class TextFormat(Struct, kw_only=True):
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Annotated[
+        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+    ] = None
 
 
 class TextConfig(Struct, kw_only=True):
@@ -108,11 +113,21 @@ class TextConfig(Struct, kw_only=True):
     verbosity: Annotated[Any, Meta(description="Accepted, without effect: a hint.")] = None
 
 
+class ReasoningConfig(Struct, kw_only=True):
+    effort: Annotated[
+        str | None, Meta(description="none: do not think, where the template leaves a choice. Others: a hint to it.")
+    ] = None
+    summary: Annotated[Any, Meta(description="Accepted, without effect: thoughts are told as they are.")] = None
+    generate_summary: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    context: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+    mode: Annotated[Any, Meta(description="Accepted, without effect.")] = None
+
+
 class ResponsesRequest(GenerationBody, kw_only=True):
     input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None  # goes before max_tokens
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], _within(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -124,10 +139,7 @@ class ResponsesRequest(GenerationBody, kw_only=True):
         dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
     ] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Comes back in the answer.")] = None
-    reasoning: Annotated[
-        dict[str, Any] | None,
-        Meta(description="A hint; give it in chat_template_kwargs where the model's template knows it."),
-    ] = None
+    reasoning: ReasoningConfig | None = None
 
     truncation: Annotated[Any, _accepted("truncation")] = None
     max_tool_calls: Annotated[Any, _accepted("max_tool_calls")] = None

@@ -36,7 +36,8 @@ def stream() -> object:
 
 
 def tool() -> object:
-    (call,) = model().bind_tools([TOOL], tool_choice="any").invoke(checks.WEATHER).tool_calls
+    bound = model().bind_tools([TOOL], tool_choice="any", parallel_tool_calls=False)
+    (call,) = bound.invoke(checks.WEATHER).tool_calls
     checks.expect(call["name"] == "get_weather", call)
     return checks.expect_city(call["args"])
 

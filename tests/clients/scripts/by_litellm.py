@@ -43,7 +43,8 @@ def stream() -> object:
 
 
 def tool() -> object:
-    answer = ask(checks.WEATHER, tools=[{"type": "function", "function": TOOL}], tool_choice="required")
+    tools = [{"type": "function", "function": TOOL}]
+    answer = ask(checks.WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = answer.choices[0].message.tool_calls
     checks.expect(call.function.name == "get_weather", call)
     return checks.expect_city(call.function.arguments)

@@ -1,0 +1,650 @@
+"""POST /v1/responses without a socket: bodies in, events out. The SDK's own types are the judges."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from openai.types.responses import Response as SdkResponse
+from openai.types.responses import ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import TypeAdapter
+
+from quire.core.prefix import CacheExplanation, StopReason
+from quire.core.request import FinishReason, Priority, SamplingParams
+from quire.engine.outputs import Delta, TokenLogprob, Usage
+from quire.engine.params import GenerationParams
+from quire.errors import InvalidRequest, RequestFailed
+from quire.server.ask import Ask, Breakpoint
+from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.openai.responses import Reply
+from quire.server.openai.responses_parsing import parse_responses, parse_tools
+from quire.server.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
+from quire.server.work import ClientGone, Work
+from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+
+FIELDS = frozenset(ResponsesRequest.__struct_fields__)
+SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USAGE = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
+
+
+def body_of(**fields: Any) -> ResponsesRequest:
+    return msgspec.json.decode(json.dumps({"input": "Hi", **fields}), type=ResponsesRequest)
+
+
+def ask_for(**fields: Any) -> Ask:
+    return parse_responses(body_of(**fields))
+
+
+def conversation(**fields: Any) -> ChatRequest:
+    (chat,) = ask_for(**fields).prompts
+    assert isinstance(chat, ChatRequest)
+    return chat
+
+
+def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
+    value = error.value
+    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
+    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return told.message, told.param
+
+
+# Bodies
+
+
+def test_every_field_of_the_sdk_is_known() -> None:
+    assert (set(ResponseCreateParamsBase.__annotations__) | {"stream"}) - FIELDS == set()
+
+
+def test_a_body_of_nulls_is_the_least_one() -> None:
+    nulls: dict[str, Any] = dict.fromkeys(FIELDS - {"input"})
+    assert ask_for(**nulls) == ask_for()
+    assert ask_for().params == GenerationParams()
+    assert conversation().messages == (Message(Role.USER, (Part("Hi"),)),)
+
+
+def test_what_is_asked_of_the_engine() -> None:
+    ask = ask_for(
+        model="m",
+        stream=True,
+        temperature=0.5,
+        top_p=0.9,
+        max_output_tokens=7,
+        max_tokens=9,
+        service_tier="flex",
+        prompt_cache_key="doc",
+        prompt_cache_retention="24h",
+        cache_salt="team",
+        cache=True,
+        seed=3,
+        stop="END",
+    )
+    assert (ask.model, ask.is_streaming, ask.priority, ask.wants_cache) == ("m", True, Priority.LOW, True)
+    assert (ask.cache_key, ask.cache_ttl_s, ask.cache_salt) == ("doc", 86_400.0, "team")
+    assert ask.params == GenerationParams(temperature=0.5, top_p=0.9, max_tokens=7, seed=3, stop="END")
+    assert ask_for(max_tokens=9, priority="high").params.max_tokens == 9
+    assert ask_for(service_tier="flex", priority="high").priority is Priority.HIGH
+
+
+def test_logprobs_come_when_they_are_included() -> None:
+    include = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    assert ask_for(include=include).params.logprobs == 0
+    assert ask_for(include=include, top_logprobs=5).params.logprobs == 5
+    assert ask_for(include=["reasoning.encrypted_content"], top_logprobs=5).params.logprobs is None
+
+
+def test_items_become_messages() -> None:
+    """As the SDK dumps earlier answers: what an assistant thought, said and called in a row is one message."""
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+            "encrypted_content": "x",
+            "status": None,
+        },
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": "{}", "status": "completed"},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": '{"x":1}'},
+        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "dry"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Short."}]},
+        {"role": "assistant", "content": "Sunny."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": ""},
+    ]
+    assert list(conversation(instructions="Help.", input=items).messages) == [
+        Message(Role.SYSTEM, (Part("Help."),)),
+        Message(Role.SYSTEM, (Part("Be brief."),)),
+        Message(Role.USER, (Part("Weather?"),)),
+        Message(
+            Role.ASSISTANT,
+            (Part("Let me see."),),
+            thought="Hm.",
+            tool_calls=(ToolCall("a", "f", "{}"), ToolCall("b", "g", '{"x":1}')),
+        ),
+        Message(Role.TOOL, (Part("sunny"),), tool_call_id="a"),
+        Message(Role.TOOL, (Part("dry"),), tool_call_id="b"),
+        Message(Role.ASSISTANT, (Part("Sunny."),), thought="Short."),
+        Message(Role.ASSISTANT, (Part("No."),)),
+        Message(Role.USER, (Part(""),)),
+    ]
+
+
+def test_how_hard_to_think() -> None:
+    assert conversation(reasoning={"effort": "none"}).wants_thought is False
+    chat = conversation(reasoning={"effort": "high", "summary": "auto"})
+    assert (chat.wants_thought, chat.reasoning_effort) == (None, "high")
+
+
+def test_breakpoints_count_in_messages() -> None:
+    part = {"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "y"}, part]}]
+    assert ask_for(instructions="Help.", input=items).breakpoints == (Breakpoint(1, 1, 43_200.0),)
+
+
+F, G = {"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "function", "name": "g"}
+TOOL_F, TOOL_G = Tool("f", "", {"type": "object"}, False), Tool("g", is_strict=False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "expected"),
+    [
+        (None, (TOOL_F, TOOL_G), ToolChoice()),
+        ("none", (TOOL_F, TOOL_G), ToolChoice(ToolMode.NONE)),
+        ("auto", (TOOL_F, TOOL_G), ToolChoice(ToolMode.AUTO)),
+        ("required", (TOOL_F, TOOL_G), ToolChoice(ToolMode.REQUIRED)),
+        ({"type": "function", "name": "g"}, (TOOL_F, TOOL_G), ToolChoice(ToolMode.REQUIRED, "g")),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
+            (TOOL_F, TOOL_G),
+            ToolChoice(ToolMode.REQUIRED, allowed=("g",)),
+        ),
+    ],
+    ids=str,
+)
+def test_tools(choice: Any, tools: tuple[Tool, ...], expected: ToolChoice) -> None:
+    assert parse_tools(body_of(tools=[F, G], tool_choice=choice)) == (tools, expected)
+
+
+def test_tools_in_detail() -> None:
+    strict = {**F, "description": "Does f.", "strict": True}
+    found, choice = parse_tools(body_of(tools=[strict], parallel_tool_calls=False))
+    assert found == (Tool("f", "Does f.", {"type": "object"}, True),)
+    assert choice == ToolChoice(is_parallel=False)
+
+
+def test_shapes() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    found = ask_for(text={"format": form, "verbosity": "low"}).params.grammar
+    assert found is not None
+    assert (found.kind, json.loads(found.source), found.is_lenient) == (GrammarKind.JSON_SCHEMA, schema, False)
+    loose = ask_for(text={"format": {**form, "strict": None}}).params.grammar
+    assert loose is not None
+    assert loose.is_lenient
+    assert ask_for(text={"format": {"type": "json_object"}}).params.grammar == json_object_grammar()
+    assert ask_for(guided_regex="a+").params.grammar == regex_grammar("a+")
+    assert ask_for(text={"format": {"type": "text"}}).params.grammar is None
+
+
+# Refusals
+
+ASKED: dict[str, Any] = {"n": 2, "background": True, "context_management": [{"type": "compaction"}]}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_what_is_known_and_not_built_is_refused_by_name(field: str) -> None:
+    with pytest.raises(ApiError, match=f"^{field} is not supported") as error:
+        ask_for(**{field: ASKED.get(field, "x")})
+    assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
+    for value in (None, *UNSUPPORTED[field].harmless):
+        assert ask_for(**{field: value}) == ask_for()
+
+
+@pytest.mark.parametrize("field", [*ACCEPTED, "user", "store", "safety_identifier"])
+def test_what_is_sent_by_habit_passes(field: str) -> None:
+    for value in ("x", True, {"a": "b"}, 7):
+        assert ask_for(**{field: value}) == ask_for()
+
+
+def message(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "x"}, {"role": "user", **fields}]
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": []}, "input has 0 entries", "input"),
+    ({"input": [{"role": "user", "content": "x"}] * 2049}, "input has 2049 entries", "input"),
+    ({"input": message(role="bot", content="x")}, "input[1].role = 'bot' is not one of", "input[1].role"),
+    ({"input": message(role=None, content="x")}, "input[1].role = None is not one of", "input[1].role"),
+    ({"input": message()}, "input[1].content is null", "input[1].content"),
+    (
+        {"input": message(content=[{"type": "input_image", "image_url": "x"}])},
+        "input[1].content[0].type = 'input_image' is not supported: images",
+        "input[1].content[0].type",
+    ),
+    (
+        {"input": message(content=[{"type": "video"}])},
+        "input[1].content[0].type = 'video' is not one of",
+        "input[1].content[0].type",
+    ),
+    (
+        {"input": message(content=[{"type": "input_text"}])},
+        "input[1].content[0].text is missing",
+        "input[1].content[0].text",
+    ),
+    ({"input": message(content="\ud800")}, "input[1].content has a lone surrogate", "input[1].content"),
+    ({"instructions": "\ud800"}, "instructions has a lone surrogate", "instructions"),
+    (
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        "input[0].type = 'item_reference' is not supported: nothing is stored",
+        "input[0].type",
+    ),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type = 'computer_call' is not supported", "input[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name is missing", "input[0].name"),
+    (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}]},
+        "input[0].arguments is not a JSON object",
+        "input[0].arguments",
+    ),
+    (
+        {"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]},
+        "input[0].call_id has 0 characters",
+        "input[0].call_id",
+    ),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id is missing", "input[0].call_id"),
+    ({"max_output_tokens": 0}, "max_output_tokens = 0 is not", "max_output_tokens"),
+    ({"top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
+    ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"tools": [F, F]}, "tools[1].name = 'f' is another tool's name", "tools[1].name"),
+    ({"tools": [{**F, "name": "a b"}]}, "tools[0].name = 'a b' is not", "tools[0].name"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and tools has none", "tool_choice"),
+    ({"tools": [F], "tool_choice": {"type": "function", "name": "h"}}, "tool_choice names 'h', which", "tool_choice"),
+    (
+        {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+        "guided_regex and text.format",
+        "guided_regex",
+    ),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type = 'xml' is not one of", "text.format.type"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing", "text.format.schema"),
+    ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs['x'] is a list", "chat_template_kwargs['x']"),
+    ({"service_tier": "gold"}, "service_tier = 'gold' is not", "service_tier"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
+    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # JSON cannot bring lone surrogates; code can
+    with pytest.raises((ApiError, InvalidRequest)) as error:
+        parse_responses(body)
+    told, found = refusal(error)
+    assert told.startswith(text)
+    assert found == param
+
+
+BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type = 'web_search' is not supported", "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name is missing", "tools[0].name"),
+    ({"tool_choice": "maybe"}, "tool_choice = 'maybe' is not one of", "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.name is missing", "tool_choice.name"),
+    ({"tool_choice": {"type": "mcp"}}, "tool_choice.type = 'mcp' is not supported", "tool_choice.type"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
+        "tool_choice.mode = 'x' is not one of",
+        "tool_choice.mode",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice.tools is missing or names none",
+        "tool_choice.tools",
+    ),
+    ({"tools": [F] * 129}, "tools has 129 entries, more than 128", "tools"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}]}},
+        "tool_choice.tools[0].name is missing",
+        "tool_choice.tools[0].name",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "text", "param"), BAD_TOOLS, ids=lambda value: str(value)[:40])
+def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest)) as error:
+        parse_tools(body_of(**fields))
+    told, found = refusal(error)
+    assert told.startswith(text)
+    assert found == param
+
+
+# Answers
+
+
+class Script:
+    """A parser that was told what each text means."""
+
+    def __init__(self, meanings: dict[str, list[Piece]]) -> None:
+        self._meanings = meanings
+
+    def push(self, text: str) -> list[Piece]:
+        return self._meanings.get(text, [Words(text)] if text else [])
+
+    def finish(self) -> list[Piece]:
+        return self._meanings.get("end", [])
+
+
+class MadeUpWork:
+    """What a codec reads of a Work."""
+
+    def __init__(self, ask: Ask, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]) -> None:
+        self.ask = ask
+        self.request_id = "r1"
+        self.model = "m"
+        self.created = 1_700_000_000
+        self.priority = Priority.NORMAL
+        self.usage = USAGE
+        self.pinned_tokens = 10
+        self.num_thought_tokens = 3
+        self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.requests = (SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),)
+        self.closed: list[Exception | None] = []
+        self._deltas = deltas
+        self._meanings = meanings
+
+    def new_parser(self) -> Script:
+        return Script(self._meanings)
+
+    async def wait_start(self) -> None:
+        pass
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        for delta in self._deltas:
+            if isinstance(delta, Exception):
+                raise delta
+            yield [(0, delta)]
+
+    def close(self, error: Exception | None = None) -> None:
+        self.closed.append(error)
+
+    async def __aenter__(self) -> MadeUpWork:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+def delta(
+    text: str = "", finish: FinishReason | None = None, *, num_tokens: int = 1, logprobs: tuple[TokenLogprob, ...] = ()
+) -> Delta:
+    error = "it broke" if finish is FinishReason.ERROR else None
+    return Delta(0, text, (1,) * num_tokens, logprobs, finish, None, error)
+
+
+def made_up(
+    deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
+) -> Work:
+    ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
+    return cast("Work", MadeUpWork(ask, deltas, meanings or {}))
+
+
+def stream(
+    deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None = None, **fields: Any
+) -> list[dict[str, Any]]:
+    """The events as a client reads them. Each is one by the SDK's types, and they are numbered."""
+
+    async def collect() -> bytes:
+        body = body_of(**fields)
+        return b"".join([data async for data in Reply(made_up(deltas, meanings, body), body).events()])
+
+    found: list[dict[str, Any]] = []
+    for frame in asyncio.run(collect()).decode().removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        SDK_EVENT.validate_python(event)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def whole(deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None = None, **fields: Any) -> Any:
+    body = body_of(**fields)
+    answer = asyncio.run(Reply(made_up(deltas, meanings, body), body).whole())
+    found = json.loads(msgspec.json.encode(answer))
+    SdkResponse.model_validate(found)
+    return found
+
+
+def told_of(event: dict[str, Any]) -> tuple[str, Any]:
+    """Its name without `response.`, and what is new in it."""
+    name = event["type"].removeprefix("response.")
+    for key in ("delta", "text", "arguments"):
+        if key in event:
+            return name, event[key]
+    if "part" in event:
+        return name, event["part"]["text"]
+    if "item" in event:
+        return name, (event["item"]["type"], event["item"]["status"])
+    return name, event["response"]["status"]
+
+
+def message_item(text: str, status: str = "completed", index: int = 0) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "logprobs": [], "annotations": []}
+    return {"type": "message", "id": f"msg_r1_{index}", "status": status, "role": "assistant", "content": [part]}
+
+
+def test_a_stream_of_words() -> None:
+    found = stream([delta(), delta("Hé"), delta("llo"), delta("", FinishReason.STOP)])
+    assert [told_of(event) for event in found] == [
+        ("created", "in_progress"),
+        ("in_progress", "in_progress"),
+        ("output_item.added", ("message", "in_progress")),
+        ("content_part.added", ""),
+        ("output_text.delta", "Hé"),
+        ("output_text.delta", "llo"),
+        ("output_text.done", "Héllo"),
+        ("content_part.done", "Héllo"),
+        ("output_item.done", ("message", "completed")),
+        ("completed", "completed"),
+    ]
+    assert found[0]["response"]["output"] == []
+    assert found[0]["response"]["usage"] is None
+    final = found[-1]["response"]
+    assert final["output"] == [message_item("Héllo")]
+    assert final["usage"] == {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 2},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 3},
+        "total_tokens": 14,
+    }
+    assert {event["item_id"] for event in found if "item_id" in event} == {"msg_r1_0"}
+
+
+MEANINGS: dict[str, list[Piece]] = {
+    "<think>": [],
+    "hm": [Thought("hm")],
+    "so": [Thought("so"), Words("I will ")],
+    "<call f>": [CallStart(0, "call_1", "f"), CallArguments(0, '{"a"')],
+    "<1>": [CallArguments(0, ":1}")],
+    "<call g>": [CallStart(1, "call_2", "g")],
+    "end": [CallArguments(1, "{}")],
+}
+DELTAS = [delta(text) for text in ("<think>", "hm", "so", "call.", "<call f>", "<1>", "<call g>")]
+
+
+def test_a_stream_of_thoughts_words_and_calls() -> None:
+    found = stream([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)
+    assert [told_of(event) for event in found[2:]] == [
+        ("output_item.added", ("reasoning", "in_progress")),
+        ("content_part.added", ""),
+        ("reasoning_text.delta", "hm"),
+        ("reasoning_text.delta", "so"),
+        ("reasoning_text.done", "hmso"),
+        ("content_part.done", "hmso"),
+        ("output_item.done", ("reasoning", "completed")),
+        ("output_item.added", ("message", "in_progress")),
+        ("content_part.added", ""),
+        ("output_text.delta", "I will "),
+        ("output_text.delta", "call."),
+        ("output_text.done", "I will call."),
+        ("content_part.done", "I will call."),
+        ("output_item.done", ("message", "completed")),
+        ("output_item.added", ("function_call", "in_progress")),
+        ("function_call_arguments.delta", '{"a"'),
+        ("function_call_arguments.delta", ":1}"),
+        ("function_call_arguments.done", '{"a":1}'),
+        ("output_item.done", ("function_call", "completed")),
+        ("output_item.added", ("function_call", "in_progress")),
+        ("function_call_arguments.delta", "{}"),
+        ("function_call_arguments.done", "{}"),
+        ("output_item.done", ("function_call", "completed")),
+        ("completed", "completed"),
+    ]
+    assert [event["output_index"] for event in found if event["type"] == "response.output_item.done"] == [0, 1, 2, 3]
+    output = found[-1]["response"]["output"]
+    done = {"type": "function_call", "status": "completed"}
+    assert output == [
+        {
+            "type": "reasoning",
+            "id": "rs_r1_0",
+            "status": "completed",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hmso"}],
+        },
+        message_item("I will call.", index=1),
+        {**done, "id": "fc_r1_2", "call_id": "call_1", "name": "f", "arguments": '{"a":1}'},
+        {**done, "id": "fc_r1_3", "call_id": "call_2", "name": "g", "arguments": "{}"},
+    ]
+    assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == output
+    # The same, asked for in one piece.
+    assert whole([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)["output"] == output
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    output = whole([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)["output"]
+    *_, said = conversation(input=[{"role": "user", "content": "x"}, *output]).messages
+    calls = (ToolCall("call_1", "f", '{"a":1}'), ToolCall("call_2", "g", "{}"))
+    assert said == Message(Role.ASSISTANT, (Part("I will call."),), thought="hmso", tool_calls=calls)
+
+
+def test_an_answer_cut_at_its_length() -> None:
+    found = stream([delta("Hi"), delta(" th", FinishReason.LENGTH)])
+    assert [told_of(event) for event in found[-2:]] == [
+        ("output_item.done", ("message", "incomplete")),
+        ("incomplete", "incomplete"),
+    ]
+    final = found[-1]["response"]
+    assert final["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert final["completed_at"] is None
+    assert final["output"] == [message_item("Hi th", "incomplete")]
+    cut = whole([delta("<call f>", FinishReason.LENGTH)], {**MEANINGS, "end": []})
+    assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert cut["output"][0]["arguments"] == '{"a"'
+
+
+def test_an_answer_that_says_nothing_has_its_message() -> None:
+    assert whole([delta("", FinishReason.STOP)])["output"] == [message_item("")]
+    names = [told_of(event)[0] for event in stream([delta("", FinishReason.STOP)])]
+    assert names[2:4] == ["output_item.added", "content_part.added"]
+    assert "output_text.delta" not in names
+
+
+def test_logprobs_are_of_the_words() -> None:
+    hi = TokenLogprob(5, "Hi", b"Hi", -0.5, 0, (TokenLogprob(5, "Hi", b"Hi", -0.5, 0),))
+    half = TokenLogprob(6, "\ufffd", b"\xf0", float("-inf"), 1)
+    end = TokenLogprob(7, "", b"", -1.0, 0)
+    deltas = [
+        delta("", logprobs=(half,)),
+        delta("Hi", logprobs=(hi,)),
+        delta("", FinishReason.STOP, logprobs=(end,)),
+    ]
+    found = stream(deltas, include=["message.output_text.logprobs"], top_logprobs=1)
+    first, last = (event for event in found if event["type"] == "response.output_text.delta")
+    assert [one["token"] for one in first["logprobs"]] == ["bytes:\\xf0", "Hi"]
+    assert first["logprobs"][0]["logprob"] == -9999.0
+    assert first["logprobs"][1]["top_logprobs"] == [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}]
+    assert (last["delta"], len(last["logprobs"])) == ("", 1)
+    part = found[-1]["response"]["output"][0]["content"][0]
+    assert (part["text"], len(part["logprobs"])) == ("Hi", 3)
+
+
+def test_what_was_asked_is_repeated() -> None:
+    found = whole(
+        [delta("Hi", FinishReason.STOP)],
+        instructions="Help.",
+        max_output_tokens=7,
+        metadata={"a": "b"},
+        tools=[F],
+        tool_choice={"type": "function", "name": "f"},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_object"}, "verbosity": "low"},
+        reasoning={"effort": "low"},
+        prompt_cache_key="doc",
+        user="me",
+        store=True,
+        cache=True,
+    )
+    assert found["id"] == "resp_r1"
+    assert (found["instructions"], found["max_output_tokens"], found["metadata"]) == ("Help.", 7, {"a": "b"})
+    assert (found["tools"], found["tool_choice"]) == ([F], {"type": "function", "name": "f"})
+    assert (found["text"], found["reasoning"]) == (
+        {"format": {"type": "json_object"}, "verbosity": "low"},
+        {"effort": "low"},
+    )
+    assert (found["temperature"], found["top_p"]) == (0.25, 0.5)  # as they were filled in
+    assert (found["parallel_tool_calls"], found["prompt_cache_key"], found["user"]) == (False, "doc", "me")
+    assert found["store"] is False  # nothing is
+    assert found["cache"]["reason"] == "diverged"
+    assert "cache" not in whole([delta("Hi", FinishReason.STOP)])
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "text"),
+    [
+        (RequestFailed("the answer could not be read: ..."), "server_error", "the answer could not be read"),
+        (ApiError(Kind.RATE_LIMITED, "too much"), "rate_limit_exceeded", "too much"),
+        (ValueError("a path"), "server_error", "the server failed at this request; its log has more under r1"),
+        (delta("", FinishReason.ERROR), "server_error", "it broke"),
+    ],
+    ids=str,
+)
+def test_a_failure_in_mid_stream(failure: Delta | Exception, code: str, text: str) -> None:
+    *_, last = stream([delta("Hi"), failure])
+    assert told_of(last) == ("failed", "failed")
+    assert last["response"]["error"] == {"code": code, "message": text}
+
+
+def test_a_failure_is_written_down_before_it_is_told() -> None:
+    async def run(failure: Exception) -> list[Exception | None]:
+        body = body_of()
+        work = made_up([delta("Hi"), failure], None, body)
+        async for _ in Reply(work, body).events():
+            pass
+        return cast("MadeUpWork", work).closed
+
+    failure = RequestFailed("x")
+    assert asyncio.run(run(failure)) == [failure]
+    with pytest.raises(ClientGone):  # nobody is left to be told
+        asyncio.run(run(ClientGone()))
+
+
+def test_a_failure_of_a_whole_answer_is_an_error() -> None:
+    with pytest.raises(ApiError, match="it broke"):
+        whole([delta("Hi"), delta("", FinishReason.ERROR)])
