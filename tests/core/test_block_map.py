@@ -84,7 +84,7 @@ def look_at_all(block_map: BlockMap, max_blocks: int) -> int:
 
 
 def test_what_loses_its_content_while_free_is_seen() -> None:
-    """A longer tail takes the place of a shorter one that nobody holds."""
+    """What a request computes takes the place of what nobody holds: a twin of its block, a shorter tail."""
     cache = KVCacheManager(17, 4)
     short, longer = make_request(1, 6), make_request(2, 7)
     block_map = BlockMap(cache, 100)
@@ -98,7 +98,8 @@ def test_what_loses_its_content_while_free_is_seen() -> None:
     cache.publish(longer)
     cache.publish_tail(longer)
     look_at_all(block_map, 100)
-    assert block_map.totals == (13, 1, 2, 0, 0)
+    assert block_map.totals == (14, 0, 2, 0, 0)
+    assert expand(block_map) == cells(counted(cache, [longer.block_table]), 1)
 
 
 def test_runs_are_short_and_in_order() -> None:
