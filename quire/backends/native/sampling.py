@@ -1,7 +1,7 @@
 """From logits to tokens, for the whole batch at once: the definition of `quire.backends.torch.sampling`, without torch.
 
-What walks over the vocabulary (temperature, min-p, top-k, top-p, the draw; logprobs) is one call into csrc/sampling.c
-for all rows. What few rows ask for (penalties, bias, forbidden tokens) is done here, to them alone.
+What walks over the vocabulary (what a grammar forbids; temperature, min-p, top-k, top-p, the draw; logprobs) is a call
+into csrc/sampling.c for all rows. What few rows ask for (penalties, bias, no end yet) is done here, to them alone.
 """
 
 from __future__ import annotations
@@ -53,6 +53,18 @@ class _Ranking(ctypes.Structure):  # quire_ranking in csrc/sampling.h
         ("ranks", ctypes.c_void_p),
         ("top_tokens", ctypes.c_void_p),
         ("top_logprobs", ctypes.c_void_p),
+    )
+
+
+class _Forbidding(ctypes.Structure):  # quire_forbidding in csrc/sampling.h
+    _fields_ = (
+        ("num_rows", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("mask_bytes", ctypes.c_int32),
+        ("logits", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
+        ("is_sound", ctypes.c_void_p),
     )
 
 
@@ -121,6 +133,8 @@ class NativeSampler:
         self._sample, self._rank = library.quire_sample, library.quire_rank
         for function, args in ((self._sample, _Sampling), (self._rank, _Ranking)):
             function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(args)]
+        self._forbid = library.quire_forbid
+        self._forbid.restype, self._forbid.argtypes = None, [ctypes.c_void_p, ctypes.POINTER(_Forbidding)]
 
     def sample(
         self,
@@ -134,15 +148,18 @@ class NativeSampler:
         _check(logits, len(rows))
         reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
         raw = logits[reported] if reported else None
-        changed = _changed_rows(rows, masks or {})
-        was_broken = [not np.isfinite(logits[index].max()) for index in changed]
+        was_broken: dict[int, bool] = {}  # rows that are not drawn from as they came, before they were changed
+        changed = [index for index, piece in enumerate(rows) if _is_changed(piece)]
         if changed:
+            was_broken = {index: not np.isfinite(logits[index].max()) for index in changed}
             penalties.apply(logits, rows, last_tokens)
             _add_bias(logits, rows)
-            _forbid(logits, rows, masks or {})
+            _forbid_ends(logits, rows)
+        if masks:
+            was_broken = self._apply_masks(logits, rows, masks) | was_broken
         tokens, is_sound = self._choose(logits, rows)
         is_broken = ~is_sound
-        for index, was in zip(changed, was_broken, strict=True):
+        for index, was in was_broken.items():
             is_broken[index] = was
         logprobs = {}
         if raw is not None:
@@ -173,6 +190,21 @@ class NativeSampler:
         )
         return tuple(map(TokenLogprobs, chosen.tolist(), logprobs.tolist(), ranks.tolist(), tops))
 
+    def _apply_masks(self, logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> dict[int, bool]:
+        """In place, all rows in one call. Returns whether each row that has a mask was broken before."""
+        masked = [index for index, piece in enumerate(rows) if piece.slot in masks]
+        if not masked:
+            return {}
+        mask_bytes = -(-logits.shape[1] // 8)
+        found = [masks[rows[index].slot] for index in masked]
+        if any(len(mask) != mask_bytes for mask in found):
+            raise InvariantViolation(f"masks of {[len(mask) for mask in found]} bytes, not {mask_bytes}")
+        packed = np.frombuffer(b"".join(found), np.uint8)
+        places, is_sound = np.array(masked, np.int32), np.empty(len(masked), np.bool_)
+        pointers = (array.ctypes.data for array in (logits, places, packed, is_sound))
+        self._forbid(self._engine, _Forbidding(len(masked), logits.shape[1], mask_bytes, *pointers))
+        return dict(zip(masked, (~is_sound).tolist(), strict=True))
+
     def _choose(self, logits: Floats, rows: Sequence[SeqSlice]) -> tuple[Ints, Bools]:
         """The tokens, and whether each row had a finite largest logit. Without one the token means nothing."""
         num_rows, vocab_size = logits.shape
@@ -198,16 +230,10 @@ def _choice(piece: SeqSlice, vocab_size: int) -> tuple[float, float, float, floa
     return draw, params.top_p, params.temperature, params.min_p, params.top_k if params.top_k < vocab_size else 0
 
 
-def _changed_rows(rows: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
-    """Those whose logits are not drawn from as they are."""
-    return [
-        index
-        for index, piece in enumerate(rows)
-        if piece.sampling.logit_bias
-        or piece.slot in masks
-        or is_penalised(piece)
-        or (piece.sampling.min_tokens and is_short(piece))
-    ]
+def _is_changed(piece: SeqSlice) -> bool:
+    """Its logits are not drawn from as they are, whatever a grammar allows."""
+    params = piece.sampling
+    return bool(params.logit_bias) or is_penalised(piece) or bool(params.min_tokens and is_short(piece))
 
 
 def _add_bias(logits: Floats, rows: Sequence[SeqSlice]) -> None:
@@ -216,10 +242,7 @@ def _add_bias(logits: Floats, rows: Sequence[SeqSlice]) -> None:
             logits[index, list(bias)] += np.array(list(bias.values()), np.float32)
 
 
-def _forbid(logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> None:
+def _forbid_ends(logits: Floats, rows: Sequence[SeqSlice]) -> None:
     for index, piece in enumerate(rows):
         if is_short(piece):
             logits[index, list(piece.sampling.stop_token_ids)] = _NEVER
-        if (mask := masks.get(piece.slot)) is not None:
-            bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[1], bitorder="little")
-            logits[index, bits == 0] = _NEVER

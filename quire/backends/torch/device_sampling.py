@@ -189,9 +189,7 @@ class DeviceSampler:
             return self._no_masks
         num_bytes = self._no_masks.shape[1]
         host = torch.empty((len(found), num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        packed = host.numpy()
-        for place, mask in enumerate(found):
-            packed[place] = np.frombuffer(mask, np.uint8, num_bytes)
+        host.numpy().reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
         return host.to(self._device, non_blocking=True)
 
 

@@ -147,12 +147,13 @@ def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: TokenMasks | None) 
     if forbidden:
         index, token = zip(*forbidden, strict=True)
         logits[list(index), list(token)] = _NEVER
-    for row, piece in enumerate(rows):
-        mask = masks.get(piece.slot) if masks else None
-        if mask is not None:
-            packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)
-            bits = (packed[:, None] >> torch.arange(8, device=logits.device)) & 1
-            logits[row].masked_fill_(bits.flatten()[: logits.shape[1]] == 0, _NEVER)
+    masked = [index for index, piece in enumerate(rows) if masks and piece.slot in masks]
+    if masks and masked:
+        together = bytearray().join(masks[rows[index].slot] for index in masked)
+        packed = torch.frombuffer(together, dtype=torch.uint8).view(len(masked), -1).to(logits.device)
+        bits = (packed[:, :, None] >> torch.arange(8, device=logits.device)) & 1
+        is_forbidden = bits.view(len(masked), -1)[:, : logits.shape[1]] == 0
+        logits[masked] = logits[masked].masked_fill_(is_forbidden, _NEVER)
 
 
 def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:

@@ -255,6 +255,18 @@ def test_broken_and_blocked_rows_are_marked_alone(sampler: NativeSampler) -> Non
         assert found.tokens[index] == reference(before[index : index + 1], [rows[index]]).tokens[0]
 
 
+@pytest.mark.parametrize("place", [0, 130, 4095, 4096, 4099])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_logit_is_found_wherever_a_mask_hides_it(sampler: NativeSampler, place: int, value: float) -> None:
+    logits = normal(Random(1), 2, 4100)
+    logits[1, place] = value
+    rows = [row(SamplingParams(temperature=0), [1, 2], slot=slot) for slot in range(2)]
+    only_five = bytes([1 << 5, *bytes(512)])
+    found = run(sampler, logits, rows, {0: only_five, 1: only_five})
+    assert (found.is_broken.tolist(), found.is_blocked.tolist()) == ([False, True], [False, False])
+    assert found.tokens[0] == 5
+
+
 def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
     """Also where the history is one token short, since a step is in flight, and where slots change hands."""
     vocab_size = 300
@@ -358,3 +370,6 @@ def test_c_is_not_told_what_is_not_so(sampler: NativeSampler) -> None:
     for tokens in ([0, 1, 2, 100], [0, 1, -1, 2]):
         with pytest.raises(InvariantViolation):
             sampler.rank_tokens(logits, tokens, 1)
+    for mask in (bytes(12), bytes(14)):
+        with pytest.raises(InvariantViolation):
+            run(sampler, logits, rows, {1: mask})

@@ -428,3 +428,41 @@ int quire_rank(quire_engine *engine, const quire_ranking *args) {
     quire_run(engine, rank_row, &work, args->num_rows);
     return 0;
 }
+
+/* Whether no logit is NaN and the largest is finite. */
+static int is_row_sound(const float *logits, int vocab_size) {
+    float peak = -INFINITY;
+    int i = 0;
+    for (; i + BLOCK <= vocab_size; i += BLOCK) {
+        const float largest = largest_of(logits + i);
+        if (isnan(largest)) return 0;
+        peak = largest <= peak ? peak : largest;
+    }
+    for (; i < vocab_size; i++) {
+        if (isnan(logits[i])) return 0;
+        peak = logits[i] <= peak ? peak : logits[i];
+    }
+    return isfinite(peak);
+}
+
+/* Masks are nearly empty or nearly full: most bytes are one of two. */
+static void forbid_row(void *context, int unit, int thread) {
+    (void)thread;
+    const quire_forbidding *args = context;
+    float *logits = args->logits + (size_t)args->rows[unit] * (size_t)args->vocab_size;
+    const uint8_t *mask = args->masks + (size_t)unit * (size_t)args->mask_bytes;
+    args->is_sound[unit] = (uint8_t)is_row_sound(logits, args->vocab_size);
+    for (int first = 0; first < args->vocab_size; first += 8) {
+        const uint8_t bits = mask[first / 8];
+        if (bits == 0xFF) continue;
+        const int count = args->vocab_size - first < 8 ? args->vocab_size - first : 8;
+        for (int i = 0; i < count; i++) {
+            if (!(bits >> i & 1)) logits[first + i] = -INFINITY;
+        }
+    }
+}
+
+void quire_forbid(quire_engine *engine, const quire_forbidding *args) {
+    quire_forbidding copy = *args;
+    quire_run(engine, forbid_row, &copy, args->num_rows);
+}
