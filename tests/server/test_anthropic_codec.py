@@ -31,7 +31,12 @@ from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind
 from quire.server.work import Work
+from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.grammar import json_schema_grammar
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.tool_formats import CallParser, find_tool_format
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 EPHEMERAL = {"type": "ephemeral"}
@@ -133,11 +138,12 @@ def test_an_assistant_at_the_end_is_continued() -> None:
     assert chat.messages[-1].text == "The answer is ("
 
 
-def test_thoughts_are_left_out_of_an_assistants_history() -> None:
+def test_thoughts_stand_apart_in_an_assistants_history() -> None:
     thoughts = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
     marked = text("a", cache_control=EPHEMERAL)
     ask = parse(messages=[*HELLO, {"role": "assistant", "content": [*thoughts, marked]}, *HELLO])
     assert texts(ask)[1] == ("assistant", ["a"])
+    assert chat_of(ask).messages[1].thought == "hm"
     assert ask.breakpoints == (Breakpoint(1, 0, 300.0),)
     with pytest.raises(ApiError, match=r"messages\.0\.content\.0\.type = 'thinking'"):
         parse(messages=[{"role": "user", "content": thoughts}])
@@ -150,9 +156,7 @@ def test_an_answer_can_be_sent_back() -> None:
     assert texts(ask)[1] == ("assistant", ["Hi"])
 
 
-@pytest.mark.parametrize(
-    "kind", ["image", "document", "tool_use", "tool_result", "search_result", "container_upload", "nonsense", ""]
-)
+@pytest.mark.parametrize("kind", ["image", "document", "tool_use", "search_result", "container_upload", "nonsense", ""])
 def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
     image = {"type": kind, "source": {"type": "url", "url": "https://example.com"}, "id": "x", "content": []}
     with pytest.raises(ApiError) as refused:
@@ -223,13 +227,8 @@ def test_wrong_types_are_validation_errors(body: dict[str, Any]) -> None:
 
 
 ASKED: dict[str, tuple[Any, str]] = {
-    "tools": ([{"name": "f", "input_schema": {}}], "tools"),
-    "tool_choice": ({"type": "any"}, "tool_choice.type"),
     "mcp_servers": ([{"type": "url"}], "mcp_servers"),
     "container": ("c1", "container"),
-    "output_config": ({"format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
-    "output_format": ({"type": "json_schema", "schema": {}}, "output_format.type"),
-    "thinking": ({"budget_tokens": 1024, "type": "enabled"}, "thinking.type"),
     "compaction": ({"enabled": True}, "compaction.enabled"),
     "context_management": ({"edits": [{"type": "clear_tool_uses"}]}, "context_management.edits"),
     "thread": ({"id": "t"}, "thread.id"),
@@ -250,8 +249,6 @@ def test_all_that_is_known_and_not_supported_is_refused_by_name() -> None:
                 refuse_unsupported(msgspec.json.decode(data, type=kind))
             assert (refused.value.kind, refused.value.param) == (Kind.INVALID, path)
             assert refused.value.message.startswith(path)
-    with pytest.raises(ApiError, match=r"thinking\.type = 'adaptive' is not supported"):
-        parse(thinking={"type": "adaptive"})
 
 
 NOTHING: tuple[Any, ...] = ([], {}, "", None)
@@ -261,9 +258,7 @@ NOTHING: tuple[Any, ...] = ([], {}, "", None)
     "body",
     [
         *(dict.fromkeys(ASKED, value) for value in NOTHING),
-        {"thinking": {"type": "disabled"}},
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        {"tool_choice": {"type": "none"}},
+        {"tools": [], "tool_choice": {"type": "auto"}, "thinking": None, "output_format": None},
         {"output_config": {"format": None, "effort": None}},
         {"diagnostics": {"previous_message_id": None}},
         {"speed": "standard"},
@@ -280,7 +275,7 @@ def test_a_hostile_shape_in_an_unsupported_field_is_refused_like_any_other() -> 
         deep = {"a": deep}
     for value in (deep, [deep], {"type": ["disabled"]}, {"x": "disabled"}, False, 0, 1e300, {"k" * 5000: 1}):
         with pytest.raises(ApiError) as refused:
-            parse(thinking=value)
+            parse(compaction=value)
         assert len(refused.value.message) < 300
 
 
@@ -321,6 +316,103 @@ def test_counting_takes_the_same_conversation() -> None:
     assert chat == chat_of(parse(system=[text("s")]))
 
 
+# Tools, thoughts, shapes
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Of a city", "input_schema": SCHEMA}
+
+
+def test_tools_and_choices() -> None:
+    chat = chat_of(parse(tools=[WEATHER, {"name": "now", "strict": True}]))
+    assert chat.tools == (Tool("get_weather", "Of a city", SCHEMA, is_strict=False), Tool("now"))
+    assert chat.tool_choice == ToolChoice()
+    for given, expected in (
+        ({"type": "auto"}, ToolChoice()),
+        ({"type": "any"}, ToolChoice(ToolMode.REQUIRED)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice(ToolMode.REQUIRED, is_parallel=False)),
+        ({"type": "tool", "name": "get_weather"}, ToolChoice(ToolMode.REQUIRED, "get_weather")),
+        ({"type": "none"}, ToolChoice(ToolMode.NONE)),
+    ):
+        assert chat_of(parse(tools=[WEATHER], tool_choice=given)).tool_choice == expected
+
+
+def test_calls_and_results_in_a_conversation() -> None:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
+    parts = [text("4"), text("5")]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts, "cache_control": EPHEMERAL}
+    failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": "gone", "is_error": True}
+    ask = parse(
+        tools=[WEATHER],
+        messages=[
+            *HELLO,
+            {"role": "assistant", "content": [text("Let me see."), use, {**use, "id": "toolu_2"}]},
+            {"role": "user", "content": [result, failed, text("And now?")]},
+        ],
+    )
+    _, call, first, second, question = chat_of(ask).messages
+    assert call.text == "Let me see."
+    assert call.tool_calls[0] == ToolCall("toolu_1", "get_weather", '{"city":"Oslo"}')
+    assert [one.call_id for one in call.tool_calls] == ["toolu_1", "toolu_2"]
+    assert (first.role, first.text, first.tool_call_id) == (Role.TOOL, "4\n5", "toolu_1")
+    assert (second.role, second.text, second.tool_call_id) == (Role.TOOL, "Error: gone", "toolu_2")
+    assert (question.role, question.text) == (Role.USER, "And now?")
+    assert ask.breakpoints == (Breakpoint(2, 0, 300.0),)
+
+
+def test_cache_control_of_tools_keeps_them_with_the_system_text() -> None:
+    marked = {**WEATHER, "cache_control": HOUR}
+    assert parse(tools=[WEATHER, marked | {"name": "b"}], system="S").breakpoints == (Breakpoint(0, 0, 3600.0),)
+    assert parse(tools=[marked]).breakpoints == (Breakpoint(0, -1, 3600.0),)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": [{"name": "a b"}]}, r"^tools\.0\.name = 'a b' is not 1 to 64 of"),
+        ({"tools": [WEATHER, WEATHER]}, r"^tools\.1\.name = 'get_weather' is another tool's"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, r"^tools\.0\.input_schema\.type = 'array'"),
+        ({"tools": [{"name": "web", "type": "web_search_20250305"}]}, r"^tools\.0\.type = 'web_search_20250305' is"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, r"^tool_choice\.name is missing"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "^tool_choice names 'x', which is not"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, r"^tool_choice\.type = 'all' is not one of auto, any"),
+        ({"tool_choice": {"type": "any"}}, "^tool_choice asks for a call, and tools has none"),
+        ({"thinking": {"type": "maybe"}}, r"^thinking\.type = 'maybe' is not one of"),
+        ({"output_format": {"type": "xml"}}, r"^output_format\.type = 'xml' is not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, r"^output_config\.format\.schema is missing"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
+            r"^messages\.1: tool_use is the last",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            r"^messages\.0\.content\.0\.tool_use_id is missing",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}, *HELLO]},
+            r"^messages\.0\.content\.0\.name is missing",
+        ),
+    ],
+)
+def test_tools_that_cannot_work_are_refused_by_name(body: dict[str, Any], words: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest), match=words):
+        parse(**body)
+
+
+def test_thinking_is_asked_for_or_not() -> None:
+    assert chat_of(parse()).wants_thought is None
+    assert chat_of(parse(thinking={"type": "enabled", "budget_tokens": 1024})).wants_thought is True
+    assert chat_of(parse(thinking={"type": "disabled"})).wants_thought is False
+    assert chat_of(parse(output_config={"effort": "low"})).reasoning_effort == "low"
+
+
+def test_the_shape_of_an_answer() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    expected = json_schema_grammar(SCHEMA, strict=False)
+    assert parse(output_config={"format": form}).params.grammar == expected
+    assert parse(output_format=form).params.grammar == expected
+    assert parse().params.grammar is None
+
+
 # Out
 
 
@@ -344,6 +436,12 @@ class FakeWork:
     def usage(self) -> Usage:
         return Usage(self.num_prompt, self.num_done, self.num_cached)
 
+    def new_parser(self) -> AnswerParser:
+        parser: AnswerParser = PlainAnswer()
+        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+            parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
+        return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
+
     async def wait_start(self) -> None:
         self.has_started = True
 
@@ -360,10 +458,12 @@ def delta(words: str, *, finish: FinishReason | None = None, stop: str | None = 
     return Delta(0, words, (1,), (), finish, stop)
 
 
-def reply(*steps: Sequence[Delta], max_tokens: int = 8, hour_tokens: int = 0, **more: Any) -> Reply:
+def reply(
+    *steps: Sequence[Delta], max_tokens: int = 8, hour_tokens: int = 0, shows_thoughts: bool = False, **more: Any
+) -> Reply:
     wants_cache = bool(more.pop("wants_cache", False))
-    work = FakeWork(parse(max_tokens=max_tokens, cache=wants_cache), steps, **more)
-    return Reply(cast(Work, work), max_tokens, hour_tokens)
+    ask = parse(max_tokens=max_tokens, cache=wants_cache, tools=more.pop("tools", None))
+    return Reply(cast(Work, FakeWork(ask, steps, **more)), max_tokens, hour_tokens, shows_thoughts=shows_thoughts)
 
 
 def stream(made: Reply) -> bytes:
@@ -453,6 +553,49 @@ def test_stop_reasons(finish: FinishReason, stop: str | None, count: int, expect
     answer = SdkMessage.model_validate(msgspec.to_builtins(whole.answer("x" * count, finish, stop)))
     assert (answer.stop_reason, answer.stop_sequence) == expected
     assert answer.model_dump(exclude_none=True) == streamed.model_dump(exclude_none=True)
+
+
+CALLING = [
+    [delta("<think>\nhm"), delta(" so</think>\n\nI look.\n<tool_")],
+    [delta('call>\n{"name": "get_weather", "arg')],
+    [delta('uments": {"city":')],
+    [delta(' "Oslo"}}\n</tool_call>', finish=FinishReason.STOP)],
+]
+
+
+@pytest.mark.parametrize("shows_thoughts", [True, False])
+def test_thoughts_words_and_calls_are_blocks(shows_thoughts: bool) -> None:
+    data = stream(reply(*CALLING, tools=[WEATHER], shows_thoughts=shows_thoughts))
+    events_in(data)  # each is one the SDK knows
+    streamed = read_by_sdk(data)
+    thought, words, use = [None, *streamed.content][-3:]
+    assert len(streamed.content) == 2 + shows_thoughts
+    if shows_thoughts:
+        assert thought is not None
+        assert thought.to_dict() == {"type": "thinking", "thinking": "hm so", "signature": ""}
+    assert words is not None
+    assert words.to_dict() == text("I look.")
+    assert isinstance(use, anthropic.types.ToolUseBlock)
+    assert (use.name, use.input) == ("get_weather", {"city": "Oslo"})
+    assert use.id.startswith("toolu_")
+    assert streamed.stop_reason == "tool_use"
+    made = reply(*CALLING, tools=[WEATHER], shows_thoughts=shows_thoughts)
+    whole = made.answer("".join(one.text for step in CALLING for one in step), STOP, None)
+    blocks = [block.to_dict() for block in SdkMessage.model_validate(msgspec.to_builtins(whole)).content]
+    assert [block | {"id": ""} for block in blocks] == [block.to_dict() | {"id": ""} for block in streamed.content]
+    assert whole.stop_reason == "tool_use"
+
+
+def test_a_call_that_is_cut_off_has_no_input_and_says_why_it_ended() -> None:
+    steps = [[delta('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', finish=LENGTH)]]
+    data = stream(reply(*steps, tools=[WEATHER], max_tokens=1))
+    deltas = [news["delta"] for news in events_in(data) if news["type"] == "content_block_delta"]
+    assert "".join(one["partial_json"] for one in deltas) == '{"city": "Os'
+    made = reply(*steps, tools=[WEATHER], max_tokens=1)
+    stream(made)  # counts the tokens
+    whole = made.answer(steps[0][0].text, LENGTH, None)
+    assert whole.stop_reason == "max_tokens"
+    assert msgspec.to_builtins(whole)["content"][0]["input"] == {}
 
 
 def test_an_answer_without_text_has_its_block() -> None:
@@ -635,4 +778,4 @@ def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
     ]  # fmt: skip
     _, components = msgspec.json.schema_components(kinds)
     assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]
-    assert "tool calling" in components["MessagesRequest"]["properties"]["tools"]["description"]
+    assert "called by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]

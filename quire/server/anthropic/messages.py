@@ -15,12 +15,18 @@ from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
-from quire.server.anthropic.parsing import TTL_S, conversation, to_ask
+from quire.server.anthropic.blocks import BlockWriter, blocks_of
+from quire.server.anthropic.parsing import (
+    TTL_S,
+    conversation,
+    input_schema_field,
+    shape_field,
+    shows_thoughts,
+    to_ask,
+)
 from quire.server.anthropic.support import refuse_unsupported
 from quire.server.anthropic.types import (
-    BlockDelta,
-    BlockStart,
-    BlockStop,
+    AnswerBlock,
     CacheCreation,
     CountTokensRequest,
     DeltaUsage,
@@ -32,11 +38,11 @@ from quire.server.anthropic.types import (
     MessageStop,
     MessageUsage,
     StopDelta,
-    TextBlock,
-    TextDelta,
     TokenCount,
+    ToolUseBlock,
 )
 from quire.server.cache_view import CacheView, view
+from quire.server.shapes import shape_errors
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -50,11 +56,14 @@ _encoder = msgspec.json.Encoder()
 
 async def messages(call: Call) -> Response:
     body = await call.body(MessagesRequest)
-    work = await call.open(to_ask(body))
-    reply = Reply(work, body.max_tokens, hour_tokens(call.service, work))
-    if work.ask.is_streaming:
-        return await call.stream(work, reply.events())
-    one = (await call.result(work))[0].completions[0]
+    ask = to_ask(body)
+    with shape_errors(ask, shape_field(body), input_schema_field):
+        work = await call.open(ask)
+        num_hour_tokens = hour_tokens(call.service, work)
+        reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body))
+        if ask.is_streaming:
+            return await call.stream(work, reply.events())
+        one = (await call.result(work))[0].completions[0]
     return call.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 
@@ -77,32 +86,37 @@ def hour_tokens(service: Service, work: Work) -> int:
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: Work, max_tokens: int, num_hour_tokens: int = 0) -> None:
+    def __init__(self, work: Work, max_tokens: int, num_hour_tokens: int = 0, *, shows_thoughts: bool = False) -> None:
         self._work = work
         self._max_tokens = max_tokens
         self._num_hour_tokens = num_hour_tokens
+        self._shows_thoughts = shows_thoughts
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
-        end = self._stop(finish, stop)
-        content = [TextBlock(text)] if self._max_tokens else []
-        return self._message(content, end, self._cache())
+        parser = self._work.new_parser()
+        content = blocks_of([*parser.push(text), *parser.finish()], shows_thoughts=self._shows_thoughts)
+        end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
+        return self._message(content if self._max_tokens else [], end, self._cache())
 
     async def events(self) -> AsyncIterator[bytes]:
         """In the order the SDK enforces. The first waits until the prompt runs: then the cache's part is known."""
         await self._work.wait_start()
-        start = event(MessageStart(self._message([])))
-        yield start + event(BlockStart(0, TextBlock(""))) if self._max_tokens else start
+        yield event(MessageStart(self._message([])))
+        parser = self._work.new_parser()
+        blocks = BlockWriter(shows_thoughts=self._shows_thoughts)
         finish: FinishReason | None = None
         stop: str | None = None
         async for batch in self._work.batches():
-            text = "".join(delta.text for _, delta in batch)
-            if text and self._max_tokens:
-                yield event(BlockDelta(0, TextDelta(text)))
+            pieces = parser.push("".join(delta.text for _, delta in batch))
             last = batch[-1][1]
             if last.finish_reason is not None:
                 finish, stop = last.finish_reason, last.stop
-        end = event(MessageDelta(self._stop(finish, stop), self._delta_usage(), self._cache())) + event(MessageStop())
-        yield event(BlockStop(0)) + end if self._max_tokens else end
+                pieces += parser.finish()
+            if self._max_tokens and (news := blocks.take(pieces)):
+                yield b"".join(map(event, news))
+        end = MessageDelta(self._stop(finish, stop, has_calls=blocks.has_calls), self._delta_usage(), self._cache())
+        last_events = [*(blocks.end() if self._max_tokens else ()), end, MessageStop()]
+        yield b"".join(map(event, last_events))
 
     def usage(self) -> MessageUsage:
         usage = self._work.usage
@@ -127,7 +141,7 @@ class Reply:
         )
 
     def _message(
-        self, content: list[TextBlock], end: StopDelta | None = None, cache: CacheView | UnsetType = UNSET
+        self, content: list[AnswerBlock], end: StopDelta | None = None, cache: CacheView | UnsetType = UNSET
     ) -> MessageResponse:
         return MessageResponse(
             id=f"msg_{self._work.request_id}",
@@ -139,7 +153,7 @@ class Reply:
             cache=cache,
         )
 
-    def _stop(self, finish: FinishReason | None, stop: str | None) -> StopDelta:
+    def _stop(self, finish: FinishReason | None, stop: str | None, *, has_calls: bool) -> StopDelta:
         if not self._max_tokens:
             return StopDelta("max_tokens", None)
         if finish is FinishReason.LENGTH:
@@ -147,7 +161,9 @@ class Reply:
             return StopDelta("max_tokens" if is_all else "model_context_window_exceeded", None)
         if finish is not FinishReason.STOP:
             raise RequestFailed("the answer was cut off before its end")
-        return StopDelta("end_turn", None) if stop is None else StopDelta("stop_sequence", stop)
+        if stop is not None:
+            return StopDelta("stop_sequence", stop)
+        return StopDelta("tool_use" if has_calls else "end_turn", None)
 
     def _cache(self) -> CacheView | UnsetType:
         explanation = self._work.cache

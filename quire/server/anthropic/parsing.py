@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.anthropic.support import refuse_unsupported, unsupported
-from quire.server.anthropic.types import BLOCKS, ROLES, Block, CacheControl, CountTokensRequest, MessagesRequest
+from quire.server.anthropic.types import (
+    ROLES,
+    Block,
+    CacheControl,
+    CountTokensRequest,
+    MessagesRequest,
+    OutputFormat,
+    ToolParam,
+)
 from quire.server.ask import Ask, Breakpoint, priority_of
 from quire.server.errors import ApiError, Kind
+from quire.server.shapes import shape_error
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
+from quire.text.grammar import Grammar, json_schema_grammar
+from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
+
+T = TypeVar("T")
 
 TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
-
-# An assistant's earlier thoughts hold no text for the model: they are left out, so that an answer can be sent back.
-_LEFT_OUT = BLOCKS[1:]
+_MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.REQUIRED, "none": ToolMode.NONE}
+_THINKING = {"enabled": True, "adaptive": None, "disabled": False}
+_PART = re.compile(r"\[(\d+)\]")
 
 # Turns of one role that follow one another are one turn, as in Anthropic's API: many templates know no other. Two
 # questions are set apart; an answer goes on where it stopped.
@@ -41,6 +62,8 @@ def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoin
     turns = _Turns()
     if body.system:
         turns.add(Role.SYSTEM, body.system, "system")
+    for control in [tool.cache_control for tool in body.tools or () if tool.cache_control is not None][-1:]:
+        turns.keep_tools(control)
     for i, message in enumerate(body.messages):
         if message.role not in ROLES:
             text = f"messages.{i}.role = {message.role!r:.80} is not one of {', '.join(ROLES)}"
@@ -48,49 +71,220 @@ def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoin
         turns.add(Role(message.role), message.content, f"messages.{i}.content")
     if body.cache_control is not None:
         turns.keep(body.cache_control)
-    messages = tuple(Message(role, tuple(parts)) for role, parts in turns.turns)
+    messages = tuple(turn.message() for turn in turns.turns)
     is_prefill = messages[-1].role is Role.ASSISTANT
-    chat = ChatRequest(messages, add_generation_prompt=not is_prefill, continue_last=is_prefill)
+    if is_prefill and messages[-1].tool_calls:
+        last = len(body.messages) - 1
+        raise InvalidRequest(f"messages.{last}: tool_use is the last that was said: its tool_result must follow")
+    effort = None if body.output_config is None else body.output_config.effort
+    with _in_their_words():
+        tools, choice = _tools(body)
+        chat = ChatRequest(
+            messages,
+            add_generation_prompt=not is_prefill,
+            continue_last=is_prefill,
+            tools=tools,
+            tool_choice=choice,
+            wants_thought=_wants_thought(body),
+            reasoning_effort=effort,
+        )
     return chat, tuple(turns.breakpoints)
+
+
+def input_schema_field(index: int) -> str:
+    return f"tools.{index}.input_schema"
+
+
+def shape_field(body: CountTokensRequest) -> str | None:
+    """Where the shape of the answer is asked for."""
+    if body.output_config is not None and body.output_config.format is not None:
+        return "output_config.format.schema"
+    return None if body.output_format is None else "output_format.schema"
+
+
+def shows_thoughts(body: CountTokensRequest) -> bool:
+    """Whoever did not ask for thoughts gets none."""
+    return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
+
+
+@contextmanager
+def _in_their_words() -> Iterator[None]:
+    """Errors of tools, which are checked behind the protocol, with the protocol's paths."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error)
+        if not text.startswith("tools["):
+            raise
+        path, space, rest = text.partition(" ")
+        path = _PART.sub(r".\1", path).replace(".parameters", ".input_schema")
+        raise InvalidRequest(path + space + rest) from None
+
+
+def _wants_thought(body: CountTokensRequest) -> bool | None:
+    if body.thinking is None:
+        return None
+    if body.thinking.type not in _THINKING:
+        text = f"thinking.type = {body.thinking.type!r:.80} is not one of {', '.join(_THINKING)}"
+        raise unsupported("thinking.type", text)
+    return _THINKING[body.thinking.type]
+
+
+def _tools(body: CountTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    given = body.tools or ()
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
+    tools = tuple(_tool(tool, f"tools.{i}") for i, tool in enumerate(given))
+    choice = body.tool_choice
+    if choice is None:
+        return tools, ToolChoice()
+    if choice.type not in _MODES:
+        raise InvalidRequest(f"tool_choice.type = {choice.type!r:.80} is not one of {', '.join(_MODES)}")
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest(f"tool_choice.name {'is missing' if choice.name is None else 'is only for type tool'}")
+    return tools, ToolChoice(_MODES[choice.type], choice.name, is_parallel=not choice.disable_parallel_tool_use)
+
+
+def _tool(tool: ToolParam, path: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are the client's own"
+        raise unsupported(f"{path}.type", text)
+    return Tool(tool.name, tool.description or "", tool.input_schema or {}, bool(tool.strict))
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message that may still grow."""
+
+    role: Role
+    parts: list[Part] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def message(self) -> Message:
+        return Message(
+            self.role,
+            tuple(self.parts),
+            thought="".join(self.thoughts),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.call_id,
+        )
 
 
 class _Turns:
     def __init__(self) -> None:
-        self.turns: list[tuple[Role, list[Part]]] = []
+        self.turns: list[_Turn] = []
         self.breakpoints: list[Breakpoint] = []
 
     def add(self, role: Role, content: str | list[Block], path: str) -> None:
-        if not self.turns or self.turns[-1][0] is not role:
-            self.turns.append((role, []))
-        elif self.turns[-1][1] and content and _BETWEEN[role]:
-            self.turns[-1][1].append(Part(_BETWEEN[role]))
-        parts = self.turns[-1][1]
         if isinstance(content, str):
-            parts.append(Part(content))
+            self._begin(role, has_text=bool(content)).parts.append(Part(content))
             return
         check_parts(content, path)
+        is_begun = False
         for i, block in enumerate(content):
-            if role is Role.ASSISTANT and block.type in _LEFT_OUT:
-                continue
-            parts.append(Part(_text(block, f"{path}.{i}")))
+            if role is Role.USER and block.type == "tool_result":
+                self.turns.append(_result(block, f"{path}.{i}"))
+                is_begun = False
+            else:
+                turn = self.turns[-1] if is_begun else self._begin(role, has_text=bool(content))
+                is_begun = True
+                _fill(turn, block, f"{path}.{i}")
             if block.cache_control is not None:
                 self.keep(block.cache_control)
+        if not content:
+            self._begin(role, has_text=False)
+
+    def _begin(self, role: Role, *, has_text: bool) -> _Turn:
+        """A turn to go on with: the last one, if it is of this role."""
+        if not self.turns or self.turns[-1].role is not role:
+            self.turns.append(_Turn(role))
+        elif self.turns[-1].parts and has_text and _BETWEEN[role]:
+            self.turns[-1].parts.append(Part(_BETWEEN[role]))
+        return self.turns[-1]
 
     def keep(self, control: CacheControl) -> None:
         """Up to the last part there is. A place that is marked already stays as it is."""
         last = len(self.turns) - 1
-        at = (last, len(self.turns[last][1]) - 1)
-        if at[1] >= 0 and at not in ((mark.message, mark.part) for mark in self.breakpoints):
+        at = (last, len(self.turns[last].parts) - 1)
+        has_content = at[1] >= 0 or bool(self.turns[last].calls)
+        if has_content and at not in ((mark.message, mark.part) for mark in self.breakpoints):
             self.breakpoints.append(Breakpoint(*at, TTL_S[control.ttl]))
+
+    def keep_tools(self, control: CacheControl) -> None:
+        """Templates write tools into the system's turn, before its text or behind it: all of it is kept."""
+        if self.turns:
+            self.keep(control)
+        else:
+            self.breakpoints.append(Breakpoint(0, -1, TTL_S[control.ttl]))
+
+
+def _fill(turn: _Turn, block: Block, path: str) -> None:
+    is_assistant = turn.role is Role.ASSISTANT
+    match block.type:
+        case "thinking" if is_assistant:
+            turn.thoughts.append(block.thinking or "")
+        case "redacted_thinking" if is_assistant:
+            pass  # it holds no text for this model
+        case "tool_use" if is_assistant:
+            turn.calls.append(_call(block, path))
+        case _:
+            turn.parts.append(Part(_text(block, path)))
+
+
+def _call(block: Block, path: str) -> ToolCall:
+    arguments = msgspec.json.encode(_given(block.input or {}, f"{path}.input")).decode()
+    call = ToolCall(_given(block.id, f"{path}.id"), _given(block.name, f"{path}.name"), arguments)
+    check_call(call, path)
+    return call
+
+
+def _result(block: Block, path: str) -> _Turn:
+    call_id = _given(block.tool_use_id, f"{path}.tool_use_id")
+    content = block.content or ""
+    if isinstance(content, list):
+        check_parts(content, f"{path}.content")
+        for i, part in enumerate(content):
+            if part.type != "text":
+                where = f"{path}.content.{i}.type"
+                raise unsupported(where, f"{where} = {part.type!r:.80} is not supported: only text is")
+        content = "\n".join(part.text or "" for part in content)
+    if block.is_error:
+        content = f"Error: {content}"
+    return _Turn(Role.TOOL, [Part(content)], call_id=call_id)
+
+
+def _given(value: T | None, path: str) -> T:
+    if value is None:
+        raise ApiError(Kind.INVALID, f"{path} is missing", param=path)
+    return value
 
 
 def _text(block: Block, path: str) -> str:
     if block.type != "text":
         message = f"{path}.type = {block.type!r:.80} is not supported: only text is"
         raise unsupported(f"{path}.type", message)
-    if block.text is None:
-        raise ApiError(Kind.INVALID, f"{path}.text is missing", param=f"{path}.text")
-    return block.text
+    return _given(block.text, f"{path}.text")
+
+
+def _grammar(body: MessagesRequest) -> Grammar | None:
+    config = body.output_config
+    given = body.output_format if config is None or config.format is None else config.format
+    path = shape_field(body)
+    if given is None or path is None:
+        return None
+    return _schema_grammar(given, path)
+
+
+def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
+    if given.type != "json_schema":
+        where = path.replace(".schema", ".type")
+        raise unsupported(where, f"{where} = {given.type!r:.80} is not supported: only json_schema is")
+    try:
+        return json_schema_grammar(_given(given.schema, path), strict=False)
+    except InvalidRequest as error:
+        raise shape_error(path, error) from None
 
 
 def _params(body: MessagesRequest) -> GenerationParams:
@@ -105,6 +299,7 @@ def _params(body: MessagesRequest) -> GenerationParams:
             max_tokens=body.max_tokens or 1,  # one is computed in any case; of 0, none is shown
             stop=tuple(body.stop_sequences or ()),
             ignore_eos=bool(body.ignore_eos),
+            grammar=_grammar(body),
         )
     except InvalidRequest as error:
         text = str(error)

@@ -17,20 +17,13 @@ class Unsupported(NamedTuple):
     harmless: tuple[str, ...] = ()  # values, of the field or of its `type`, that ask for nothing
 
 
-_TOOLS = "tool calling comes with a later version"
-_SHAPES = "answers of a given shape come with a later version"
 _CONVERSATIONS = "conversations are taken as they are"
 _ONE_MODEL = "one model is served"
 _NOTHING: tuple[object, ...] = (None, "", [], {})  # nor do these, in any field
 
 UNSUPPORTED = {
-    "tools": Unsupported(_TOOLS),
-    "tool_choice": Unsupported(_TOOLS, ("auto", "none")),  # auto, where there is no tool, is an answer in words
-    "mcp_servers": Unsupported(_TOOLS),
+    "mcp_servers": Unsupported("tools are called by the client"),
     "container": Unsupported("no code is run here"),
-    "output_config": Unsupported(_SHAPES),
-    "output_format": Unsupported(_SHAPES),
-    "thinking": Unsupported("answers have no separate thinking", ("disabled",)),
     "compaction": Unsupported(_CONVERSATIONS),
     "context_management": Unsupported(_CONVERSATIONS),
     "thread": Unsupported(_CONVERSATIONS),

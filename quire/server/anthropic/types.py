@@ -15,8 +15,9 @@ from quire.server.anthropic.support import refused
 from quire.server.cache_view import CacheView
 from quire.text.chat import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
+from quire.text.tools import MAX_TOOLS
 
-BLOCKS = ("text", "thinking", "redacted_thinking")
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
 
 
@@ -38,17 +39,60 @@ class CacheControl(Struct, frozen=True):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Struct, frozen=True):
-    """One block of content, of any type: those that are not text are refused by name, which a union cannot do."""
+class ResultPart(Struct, frozen=True):
+    type: Annotated[str, _says("Only text can be read.", enum=["text"])]
+    text: str | None = None
 
-    type: Annotated[str, _says("text; in an assistant's message also its thoughts, which are left out.", enum=BLOCKS)]
+
+class Block(Struct, frozen=True):
+    """One block of content, of any type: those that cannot be read are refused by name, which a union cannot do."""
+
+    type: Annotated[str, _says("text; an assistant's may be thinking and tool_use, a user's tool_result.", enum=BLOCKS)]
     text: str | None = None
     cache_control: CacheControl | None = None
+    thinking: str | None = None
+    id: Annotated[str | None, _says("Of a tool_use.")] = None
+    name: Annotated[str | None, _says("Of the tool that was called.")] = None
+    input: Annotated[dict[str, Any] | None, _says("What it was called with.")] = None
+    tool_use_id: Annotated[str | None, _says("The call that a tool_result answers.")] = None
+    content: Annotated[str | list[ResultPart] | None, _says("Of a tool_result.")] = None
+    is_error: Annotated[bool | None, _says("The tool failed, and the content says why.")] = None
 
 
 class MessageParam(Struct, frozen=True):
     role: Annotated[str, _says("Who speaks. An assistant's last message is continued.", enum=ROLES)]
     content: str | list[Block]
+
+
+class ToolParam(Struct, frozen=True, kw_only=True):
+    type: Annotated[str | None, _says("Tools are the client's own.", enum=["custom", None])] = None
+    name: Annotated[str, _bounds(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
+    strict: Annotated[bool | None, _says("Refuse a schema with keywords that cannot be held.")] = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoiceParam(Struct, frozen=True, kw_only=True):
+    type: Annotated[str, _bounds(enum=["auto", "any", "tool", "none"])]
+    name: Annotated[str | None, _says("With tool: which.")] = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingParam(Struct, frozen=True, kw_only=True):
+    type: Annotated[str, _bounds(enum=["enabled", "adaptive", "disabled"])]
+    budget_tokens: Annotated[int | None, _says("Accepted, without effect.")] = None
+    display: Annotated[str | None, _says("omitted: think, and leave it out of the answer.")] = None
+
+
+class OutputFormat(Struct, frozen=True, kw_only=True):
+    type: Annotated[str, _bounds(enum=["json_schema"])]
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True, kw_only=True):
+    effort: Annotated[str | None, _says("A hint, for templates that know it.")] = None
+    format: Annotated[OutputFormat | None, _says("What the answer must look like.")] = None
 
 
 class CountTokensRequest(Struct, frozen=True, kw_only=True):
@@ -66,13 +110,13 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
     fallbacks: Annotated[Any, refused("fallbacks")] = None
     inference_geo: Annotated[Any, refused("inference_geo")] = None
     mcp_servers: Annotated[Any, refused("mcp_servers")] = None
-    output_config: Annotated[Any, refused("output_config")] = None
-    output_format: Annotated[Any, refused("output_format")] = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, _says("The older place of output_config.format.")] = None
     speed: Annotated[Any, refused("speed")] = None
-    thinking: Annotated[Any, refused("thinking")] = None
+    thinking: ThinkingParam | None = None
     thread: Annotated[Any, refused("thread")] = None
-    tool_choice: Annotated[Any, refused("tool_choice")] = None
-    tools: Annotated[Any, refused("tools")] = None
+    tool_choice: ToolChoiceParam | None = None
+    tools: Annotated[list[ToolParam], _bounds(maxItems=MAX_TOOLS)] | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
@@ -100,11 +144,25 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 
 # Answers
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
+
+
+class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""  # nothing is signed here
+
+
+class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class CacheCreation(Struct, frozen=True):
@@ -130,7 +188,7 @@ class MessageResponse(Struct, frozen=True, kw_only=True, tag_field="type", tag="
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[AnswerBlock]
     stop_reason: StopReason | None  # null only in message_start
     stop_sequence: str | None
     usage: MessageUsage
@@ -150,16 +208,24 @@ class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
 
 class BlockStart(Struct, frozen=True, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock
+    content_block: AnswerBlock
 
 
 class TextDelta(Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
 class BlockDelta(Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop"):

@@ -1,0 +1,116 @@
+"""An answer's pieces as blocks of content: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from quire.server.anthropic.types import (
+    AnswerBlock,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Event,
+    InputJsonDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+
+
+class BlockWriter:
+    """One block is open at a time: a piece of another kind ends it. An answer without any has one of no text."""
+
+    def __init__(self, *, shows_thoughts: bool) -> None:
+        self._shows_thoughts = shows_thoughts
+        self._num_blocks = 0
+        self._kind: type[Thought] | type[Words] | type[CallStart] | None = None  # of the open block
+        self.has_calls = False
+
+    def take(self, pieces: Iterable[Piece]) -> list[Event]:
+        return [event for piece in pieces for event in self._take(piece)]
+
+    def end(self) -> list[Event]:
+        if not self._num_blocks:
+            self._num_blocks = 1
+            return [BlockStart(0, TextBlock("")), BlockStop(0)]
+        return self._close()
+
+    def _take(self, piece: Piece) -> list[Event]:
+        match piece:
+            case Thought(text):
+                if not self._shows_thoughts:
+                    return []
+                opened = self._open(Thought, ThinkingBlock(""))
+                return [*opened, self._grow(ThinkingDelta(text))]
+            case Words(text):
+                opened = self._open(Words, TextBlock(""))
+                return [*opened, self._grow(TextDelta(text))]
+            case CallStart(_, call_id, name):
+                self.has_calls = True
+                self._kind, before = CallStart, self._close()
+                return [*before, self._start(ToolUseBlock(use_id(call_id), name, {}))]
+            case CallArguments(_, text):
+                return [self._grow(InputJsonDelta(text))]
+
+    def _open(self, kind: type[Thought] | type[Words], block: AnswerBlock) -> list[Event]:
+        if self._kind is kind:
+            return []
+        before = self._close()
+        self._kind = kind
+        return [*before, self._start(block)]
+
+    def _start(self, block: AnswerBlock) -> BlockStart:
+        self._num_blocks += 1
+        return BlockStart(self._num_blocks - 1, block)
+
+    def _grow(self, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> BlockDelta:
+        return BlockDelta(self._num_blocks - 1, delta)
+
+    def _close(self) -> list[Event]:
+        return [BlockStop(self._num_blocks - 1)] if self._num_blocks else []
+
+
+def blocks_of(pieces: Sequence[Piece], *, shows_thoughts: bool) -> list[AnswerBlock]:
+    blocks: list[AnswerBlock] = []
+    arguments: list[str] = []
+    for piece in pieces:
+        last = blocks[-1] if blocks else None
+        match piece:
+            case Thought(text) if shows_thoughts and isinstance(last, ThinkingBlock):
+                blocks[-1] = ThinkingBlock(last.thinking + text)
+            case Thought(text) if shows_thoughts:
+                blocks.append(ThinkingBlock(text))
+            case Words(text) if isinstance(last, TextBlock):
+                blocks[-1] = TextBlock(last.text + text)
+            case Words(text):
+                blocks.append(TextBlock(text))
+            case CallStart(_, call_id, name):
+                blocks.append(ToolUseBlock(use_id(call_id), name, {}))
+                arguments.append("")
+            case CallArguments(number, text):
+                arguments[number] += text
+            case _:
+                pass
+    inputs = iter(arguments)
+    filled = [
+        msgspec.structs.replace(block, input=_input(next(inputs))) if isinstance(block, ToolUseBlock) else block
+        for block in blocks
+    ]
+    return filled or [TextBlock("")]
+
+
+def use_id(call_id: str) -> str:
+    return f"toolu_{call_id.removeprefix('call_')}"
+
+
+def _input(arguments: str) -> dict[str, object]:
+    """Of a call that was cut off, nothing: half of its JSON is none. A stream has the half."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
