@@ -82,7 +82,7 @@ def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
 def _served_name(name: str) -> str:
     """What clients call it: its name, or the name of its file or folder."""
     if Path(name).exists():
-        found = Path(name).resolve()
+        found = Path(os.path.abspath(name))  # not what a link leads to: it was given this name on purpose
         return found.stem if found.is_file() else found.name
     return name
 

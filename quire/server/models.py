@@ -6,9 +6,12 @@ Knows no protocol. What goes and stays is the manager's to decide (`quire/engine
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +50,8 @@ class Shared:
     exposition: Exposition = field(default_factory=Exposition)
     quotas: Quotas = field(default_factory=Quotas)
     hang_limit_s: float = HANG_LIMIT_S
+    # One thread opens all files: each new one would leave a heap of its own behind.
+    opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-open"))
 
 
 class Model:
@@ -117,7 +122,7 @@ class Model:
     async def measure(self) -> Needs:
         """Read the facts in its files, once."""
         if self._token_bytes is None:
-            await asyncio.to_thread(self._measure)
+            await asyncio.get_running_loop().run_in_executor(self._shared.opener, self._measure)
         return self.needs
 
     def _measure(self) -> None:
@@ -132,7 +137,8 @@ class Model:
         engine = config.engine
         if kv_bytes is not None and engine.num_blocks is None:
             engine = replace(engine, kv_bytes=kv_bytes)
-        text = await asyncio.to_thread(ModelText.open, config.path, self.root, engine.load_format)
+        opening = partial(ModelText.open, config.path, self.root, engine.load_format)
+        text = await asyncio.get_running_loop().run_in_executor(self._shared.opener, opening)
         self.open_s = time.monotonic() - began_s
 
         def connect(on_step: Callable[[Stepped], None]) -> EngineClient:
@@ -193,6 +199,8 @@ class Model:
             stats = await asyncio.wait_for(service.client.stats(), LAST_STATS_S)
             self.metrics.take(stats, service.client)
         await service.close()
+        del service
+        give_back()
 
     def cut(self) -> None:
         if self.service is not None:
@@ -216,6 +224,7 @@ class Models:
         self.manager = Manager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
         self.limits = shared.limits
         self.exposition = shared.exposition
+        self._opener = shared.opener
         self.reading = Reading()
         self.is_draining = False
         self.has_started = False  # what is loaded at the start is
@@ -404,6 +413,14 @@ class Models:
         for task in tuple(self._tasks):
             task.cancel()
         await self.manager.close()
+        self._opener.shutdown(wait=False, cancel_futures=True)
+
+
+def give_back() -> None:
+    """What the text of a model took of this process: cycles are collected now, and free pages leave the heap."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _warm_up(text: ModelText) -> None:
