@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import torch
 from gpu_driving import Answer, Machine
 from gpu_workloads import Scale, Workload, random_prompt
@@ -83,6 +84,48 @@ def check_family(name: str, dtype: str, device: str, folder: Path) -> Check:
     if theirs is None:
         return Check(what, worst.ours, FP32_BOUND)
     return Check(what, worst.ours, BF16_FACTOR * worst.theirs + BF16_SLACK, f"transformers itself {worst.theirs:.2g}")
+
+
+class _Every:
+    """A matcher that needs no grammar: at position i of an answer every token t with t % num = i % num."""
+
+    def __init__(self, vocab_size: int, num: int) -> None:
+        self._masks = [
+            np.packbits(np.arange(vocab_size) % num == rest, bitorder="little").tobytes() for rest in range(num)
+        ]
+        self._position = 0
+
+    def mask(self) -> bytes:
+        return self._masks[self._position % len(self._masks)]
+
+    def consume(self, token: int) -> bool:
+        self._position += 1
+        return False
+
+
+def check_masks(name: str, device: str, folder: Path) -> Check:
+    """Half of a batch with masks, which hang on the token before: greedy answers are those of the plain CPU backend."""
+    Reference(name, folder)
+    answers: dict[str, list[list[int]]] = {}
+    for place in ("cpu", device):
+        rig = Rig(folder, device=place, dtype="float32")
+        try:
+            while rig.engine.runner.prepare():
+                pass
+            rig.reset(overlap=True, max_chunk_tokens=16, max_step_tokens=40)
+            ids = [
+                rig.start(_tokens(seed, length), OUT, matcher=None if seed % 2 else _Every(rig.vocab_size, 7))
+                for seed, length in enumerate(LENGTHS, 10)
+            ]
+            found = rig.run(*ids)
+            answers[place] = [found[request_id].tokens for request_id in ids]
+        finally:
+            rig.engine.close()
+    masked = answers[device][::2]
+    if any(token % 7 != position % 7 for tokens in masked for position, token in enumerate(tokens)):
+        raise RuntimeError(f"{name}: a token that its mask forbids: {masked}")
+    num_different = sum(one != other for one, other in zip(answers["cpu"], answers[device], strict=True))
+    return Check(f"{name} with masks, answers unlike those of the CPU", num_different, 0)
 
 
 def _tokens(seed: int, length: int) -> list[int]:

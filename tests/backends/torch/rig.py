@@ -16,6 +16,7 @@ from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
+from quire.engine.masking import Matcher
 
 
 @dataclass
@@ -65,11 +66,19 @@ class Rig:
         num_tokens: int,
         parent: int | None = None,
         priority: Priority = Priority.NORMAL,
+        matcher: Matcher | None = None,
         **sampling: Any,
     ) -> int:
         self._num_requests += 1
         params = {"temperature": 0.0, "max_tokens": num_tokens, "logprobs": self.vocab_size, **sampling}
-        self.engine.add(self._num_requests, list(prompt), SamplingParams(**params), priority=priority, parent_id=parent)
+        self.engine.add(
+            self._num_requests,
+            list(prompt),
+            SamplingParams(**params),
+            priority=priority,
+            parent_id=parent,
+            matcher=matcher,
+        )
         return self._num_requests
 
     def run(self, *request_ids: int) -> dict[int, Answer]:
