@@ -100,7 +100,7 @@ class _Every:
 
     def consume(self, token: int) -> bool:
         self._position += 1
-        return False
+        return token < 0
 
 
 def check_masks(name: str, device: str, folder: Path) -> Check:
