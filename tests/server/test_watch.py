@@ -289,7 +289,9 @@ def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:
             assert bob.next().key == "key-2"
 
 
-def test_a_worker_that_dies_is_shown_and_its_successor_too(tiny_model: Path) -> None:
+def test_a_worker_that_dies_is_shown_and_its_successor_too_and_the_server_ends_though_somebody_watches(
+    tiny_model: Path,
+) -> None:
     with serving(str(tiny_model), *FAKE) as server, closing(Stream(server, "interval_ms=100")) as stream:
         assert stream.next().models[0].state == "ready"
         os.kill(server.worker_pid, signal.SIGKILL)
@@ -303,11 +305,6 @@ def test_a_worker_that_dies_is_shown_and_its_successor_too(tiny_model: Path) -> 
             assert time.monotonic() < deadline
         assert engine.blocks is not None
         assert engine.blocks.counts.free == engine.blocks.num_blocks
-
-
-def test_the_server_ends_though_somebody_watches(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE) as server, closing(Stream(server)) as stream:
-        stream.next()
         begin_s = time.monotonic()
         assert server.stop(20) == 0
         assert time.monotonic() - begin_s < 10

@@ -74,7 +74,9 @@ const send = async (text) => {
   let said = "", cache = null, usage = null;
   const began = performance.now();
   try {
-    const body = { model, messages: turns, max_tokens: MAX_TOKENS, stream: true, cache: true, stream_options: { include_usage: true } };
+    const body = {
+      model, messages: turns, max_tokens: MAX_TOKENS, temperature: 0, stream: true, cache: true, stream_options: { include_usage: true },
+    };
     const answer = await post("v1/chat/completions", body, controller.signal);
     for await (const data of events(answer)) {
       if (data === "[DONE]") break;
@@ -110,7 +112,7 @@ const siblings = async () => {
   entry("user", "Eight requests with one new prompt, at once: " + prompt.slice(0, 110) + " …");
   const { node, words } = entry("assistant", "Watch the map: one of them computes the prompt, the others share its blocks.");
   const body = {
-    model, prompt: Array(SIBLINGS).fill(prompt), max_tokens: Math.min(96, Math.floor(maxContext / 8)), ignore_eos: true, temperature: 1,
+    model, prompt: Array(SIBLINGS).fill(prompt), max_tokens: Math.min(64, Math.floor(maxContext / 8)), ignore_eos: true, temperature: 1,
   };
   try {
     const { usage } = await (await post("v1/completions", body, controller.signal)).json();

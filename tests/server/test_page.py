@@ -1,0 +1,262 @@
+"""The page at `/`: what it is made of, and in a real browser with real traffic on the real model."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from quire.server.page import CONTENT_SECURITY_POLICY, TYPES, page_files
+from tests.server.browser import MISSING, Browser, browsing
+from tests.server.rig import FAKE, Server, put_away, serving, spawn, wait_ready
+
+KEY, OTHER = "sk-page-00000001", "sk-page-00000002"
+needs_browser = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+OUTSIDE = """
+return [...document.querySelectorAll(".card, .bar, .row, table, canvas")].filter((one) => one.offsetParent
+  && !one.parentElement.closest(".scroll") && one.getBoundingClientRect().right > innerWidth + 0.5).length
+"""
+SIZES = ((1280, 900), (768, 1024), (360, 740))
+
+
+# What it is made of
+
+
+def test_every_file_is_served_to_anyone_and_nothing_else_is(tiny_model: Path) -> None:
+    with serving(str(tiny_model), *FAKE, "--api-key", KEY) as server:
+        page = server.get("/")
+        assert page.status == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        for name, body in page_files().items():
+            answer = server.get(f"/page/{name}")
+            assert (answer.status, answer.body) == (200, body)
+            assert answer.headers["content-type"] == TYPES[Path(name).suffix]
+            assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        for name in ("__init__.py", "..%2Fapp.py", "nothing.js", "%2e%2e%2fdocs.html", ""):
+            assert server.get(f"/page/{name}").status in (401, 404), name
+        assert server.get("/docs", headers={"x-api-key": KEY}).status == 200
+
+
+def test_it_is_self_contained() -> None:
+    files = page_files()
+    names = {name for text in files.values() for name in re.findall(r'(?:page/|\./)([\w.]+\.\w+)"', text.decode())}
+    assert names <= files.keys()
+    html = files["index.html"].decode()
+    assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", html)
+    for name, data in files.items():
+        text = data.decode()
+        hosts = set(re.findall(r"\w+://[\w.]+", text)) - {"http://www.w3.org"}
+        assert not hosts, f"{name} names {hosts}"
+        assert not re.search(r"url\(|@import", text), name
+        unsafe = ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function", "localStorage")
+        assert not [word for word in unsafe if word in text], name
+        assert len(data) < 16 << 10, f"{name} has grown: another file?"
+    directives = dict(part.strip().split(" ", 1) for part in CONTENT_SECURITY_POLICY.split(";"))
+    assert directives["default-src"] == "'none'"
+    assert directives["script-src"] == directives["style-src"] == directives["connect-src"] == "'self'"
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+
+
+def test_every_id_a_script_looks_for_is_there() -> None:
+    files = page_files()
+    there = set(re.findall(r'\bid="([\w-]+)"', files["index.html"].decode()))
+    scripts = "".join(data.decode() for name, data in files.items() if name.endswith(".js"))
+    wanted = set(re.findall(r'byId\("([\w-]+)"\)', scripts))
+    assert wanted <= there
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser") / "profile") as window:
+        yield window
+
+
+@pytest.fixture
+def browser(window: Browser) -> Browser:
+    """One for all tests; none sees what the one before left."""
+    window.open("about:blank")
+    window.look(1280, 900)
+    window.complaints()
+    return window
+
+
+def is_open(browser: Browser) -> bool:
+    return bool(browser.run("return !document.getElementById('main').hidden"))
+
+
+def count(browser: Browser, state: str) -> int:
+    text = browser.text(f"#count-{state}").replace(",", "")
+    return int(text) if text.isdigit() else 0
+
+
+def check_layout(browser: Browser) -> None:
+    """Nothing is wider than the window, in any size and scheme, and dark is dark."""
+    papers = set()
+    for width, height in SIZES:
+        for scheme in ("light", "dark"):
+            browser.look(width, height, scheme)
+            browser.wait(
+                "the map is drawn anew", lambda: browser.run("return document.getElementById('map').width > 0")
+            )
+            assert browser.run("return document.documentElement.scrollWidth") == width, (width, scheme)
+            assert browser.run(OUTSIDE) == 0, (width, scheme)
+            papers.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    assert len(papers) == 2
+    browser.look(1280, 900)
+
+
+@needs_browser
+def test_real_traffic_on_the_real_model(browser: Browser, default_model: Path) -> None:
+    del default_model  # is here now
+    with serving("--kv-memory", "256M") as server:
+        browser.open(server.url)
+        browser.wait("the page opens by itself", lambda: is_open(browser))
+        assert browser.text("#tabs") == "smollm2-135m-instruct"
+        browser.wait("it is ready", lambda: browser.text("#state") == "ready")
+        num_blocks = int(server.stats()["num_blocks"])
+        assert count(browser, "free") == num_blocks
+
+        browser.type("#text", "Write a long story about a fox.")
+        browser.click("#send")
+        browser.wait("blocks are in use while a request runs", lambda: count(browser, "in_use") > 0)
+        browser.wait("the request is listed", lambda: "req_" in browser.text("#requests"))
+        assert browser.text("#state") == "working"
+        browser.click("#stop")
+        browser.wait("it stops", lambda: "stopped" in browser.text("#log"))
+        browser.wait("its blocks are free or cached", lambda: count(browser, "in_use") == 0)
+        assert count(browser, "cached") > 0
+
+        browser.click("#forget")
+        browser.type("#text", "What is the capital of France?")
+        browser.click("#send")
+        browser.wait("it answers", lambda: "Paris" in browser.text("#log"))
+        told = browser.wait("the cache is explained", lambda: browser.text("#log .cache"))
+        assert "prompt tokens come from the cache" in told
+        browser.type("#text", "And of Italy?\n")  # Enter sends
+        second = "return document.querySelectorAll('#log .cache').length > 1"
+        browser.wait("a second answer", lambda: browser.run(second))
+        again = browser.run("return [...document.querySelectorAll('#log .cache')].at(-1).textContent")
+        assert re.match(r"\d+ of \d+ prompt tokens come from the cache", again)  # the first turn is cached by now
+
+        eight_siblings(browser)
+        check_layout(browser)
+        assert browser.complaints() == []
+
+
+def eight_siblings(browser: Browser) -> None:
+    browser.click("#siblings")
+    browser.wait("eight hold one block", lambda: "up to 8 hold one" in browser.text("#map-note"), 60)
+    assert count(browser, "shared") > 10
+    point_at_shared(browser)
+    browser.wait("the pointer tells who holds it", lambda: "8 references" in browser.text("#detail"))
+    assert re.search(r"Block \d+: shared · 32 tokens · 8 references\. Held by req_\w+ \xd78", browser.text("#detail"))
+    browser.wait("the bill", lambda: "were computed" in browser.text("#log"), 90)
+    bill = re.search(
+        r"8 \xd7 ([\d,]+) = ([\d,]+) prompt tokens were asked for\.([\d,]+) were computed, ([\d,]+) shared",
+        browser.text("#log"),
+    )
+    assert bill is not None, browser.text("#log")
+    one, every, computed, shared = (int(text.replace(",", "")) for text in bill.groups())
+    assert 8 * one == every == computed + shared
+    assert one <= computed < one + 8 * 8  # the prompt once, and the last token of each
+
+
+def point_at_shared(browser: Browser) -> None:
+    """Move the pointer over the map until a shared block is under it: the map knows its colours, not we."""
+    script = """
+    const canvas = document.getElementById("map");
+    const colour = getComputedStyle(document.querySelector(".swatch.shared")).backgroundColor;
+    const shared = colour.match(/\\d+/g).map(Number);
+    const paint = canvas.getContext("2d");
+    const { data, width } = paint.getImageData(0, 0, canvas.width, canvas.height);
+    const box = canvas.getBoundingClientRect();
+    for (let at = 0; at < data.length; at += 4) {
+      if (shared.every((value, i) => Math.abs(data[at + i] - value) < 4)) {
+        const x = (at / 4) % width, y = Math.floor(at / 4 / width), scale = canvas.width / box.width;
+        const where = { clientX: box.left + x / scale + 2, clientY: box.top + y / scale + 2, pointerType: "mouse" };
+        canvas.dispatchEvent(new PointerEvent("pointermove", where));
+        return true;
+      }
+    }
+    return false;
+    """
+    browser.wait("a shared block is drawn", lambda: browser.run(script))
+
+
+@needs_browser
+def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tiny_model: Path) -> None:
+    with (
+        serving(str(tiny_model), *FAKE, "--device", "20ms", "--api-key", KEY, "--api-key", OTHER, key=OTHER) as server,
+        ExitStack() as stack,
+    ):
+        browser.open(server.url)
+        browser.wait("it asks", lambda: browser.run("return !document.getElementById('key-form').hidden"))
+        assert not is_open(browser)
+        assert "tiny" not in browser.text("body")  # nothing is told before
+        browser.type("#key", "sk-wrong-0000001\n")
+        browser.wait("a wrong one is refused", lambda: "not known" in browser.text("#key-note"))
+        assert not is_open(browser)
+        browser.type("#key", KEY + "\n")
+        browser.wait("the right one opens", lambda: is_open(browser))
+        assert browser.run(
+            "return [...document.querySelectorAll('#models button')].every((one) => one.offsetParent === null)"
+        )
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        stack.enter_context(server.send_request(body))
+        counted = "1 request more, of other keys"
+        browser.wait("another key's request is counted", lambda: counted in browser.text("#requests-note"))
+        assert "req_" not in browser.text("#requests")  # and no more
+        browser.open(server.url)
+        browser.wait("the tab still has it", lambda: is_open(browser))
+        refused = [text for text in browser.complaints() if "401" not in text]  # the browser itself says so of a 401
+        assert refused == []
+        browser.run("sessionStorage.clear()")
+
+
+@needs_browser
+def test_it_comes_back_with_the_server_and_shows_names_as_text(browser: Browser, tiny_model: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    with serving(str(tiny_model), *FAKE, "--served-model-name", evil) as first:
+        browser.open(first.url)
+        browser.wait("it opens", lambda: is_open(browser))
+        assert browser.text("#tabs") == evil
+        assert browser.run("return document.querySelectorAll('#tabs img, #models img').length") == 0
+        port = str(first.address[1])
+        first.stop(20)
+        browser.wait("it says that the server is away", lambda: "away" in browser.text("#state"))
+    second: Server = spawn(str(tiny_model), *FAKE, "--port", port, "--served-model-name", "another")
+    try:
+        wait_ready(second)
+        browser.wait("it is back, and shows what is there now", lambda: browser.text("#tabs") == "another")
+        browser.wait("it is ready", lambda: browser.text("#state") == "ready")
+    finally:
+        put_away(second)
+
+
+@needs_browser
+def test_a_hundred_thousand_blocks_are_drawn_in_cells(browser: Browser, tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "100001") as server:
+        browser.open(server.url)
+        browser.wait("it opens", lambda: is_open(browser))
+        browser.wait(
+            "the map is whole", lambda: "100,000 blocks of 32 tokens · 50 blocks a cell" in browser.text("#map-note")
+        )
+        begin_s = time.monotonic()
+        browser.run("dispatchEvent(new Event('resize')); return 1")  # draws all of it
+        assert time.monotonic() - begin_s < 1.0
+        browser.run("document.getElementById('map').focus()")
+        for key in ("\ue014", "\ue014"):  # arrow right, twice: the second cell
+            browser.type("#map", key)
+        browser.wait(
+            "a cell tells of its blocks", lambda: browser.text("#detail").startswith("Blocks 51 to 100: 50 free")
+        )
+        check_layout(browser)
+        assert browser.complaints() == []
