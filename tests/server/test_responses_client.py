@@ -1,0 +1,248 @@
+"""The official `openai` client judges /v1/responses: against the real model, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from pydantic import BaseModel
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import Server, serving
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+BASICS: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 64}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[Server]:
+    del default_model  # is here now
+    with serving("--num-blocks", "400") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client: OpenAI, content: Any = QUESTION, **options: Any) -> Response:
+    return cast(Response, client.responses.create(input=content, **{**BASICS, **options}))
+
+
+def events_of(client: OpenAI, content: Any = QUESTION, **options: Any) -> list[ResponseStreamEvent]:
+    with client.responses.create(input=content, stream=True, **{**BASICS, **options}) as stream:
+        return list(stream)
+
+
+def call_of(response: Response) -> ResponseFunctionToolCall:
+    (item,) = response.output
+    assert isinstance(item, ResponseFunctionToolCall)
+    return item
+
+
+def test_an_answer(client: OpenAI) -> None:
+    answer = ask(client, metadata={"for": "a test"}, instructions="You are a helpful assistant.")
+    assert answer.output_text == ANSWER
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert (answer.metadata, answer.instructions) == ({"for": "a test"}, "You are a helpful assistant.")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    again = ask(client, instructions="You are a helpful assistant.")
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1  # all that can be
+    assert again._request_id
+
+
+def test_a_stream_says_the_same(client: OpenAI) -> None:
+    events = events_of(client)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3
+    assert "".join(deltas) == ANSWER
+    assert events[0].type == "response.created"
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == ANSWER
+    assert last.response.usage is not None
+
+
+def test_the_clients_own_stream(client: OpenAI) -> None:
+    with client.responses.stream(input=QUESTION, **BASICS) as stream:
+        assert stream.get_final_response().output_text == ANSWER
+
+
+def test_a_conversation_goes_on_with_the_items_it_gave(client: OpenAI) -> None:
+    question = {"role": "user", "content": QUESTION}
+    first = ask(client, [question])
+    second = ask(client, [question, *first.output, {"role": "user", "content": "And of Spain?"}])
+    assert "Madrid" in second.output_text
+
+
+def test_an_answer_cut_at_its_length(client: OpenAI) -> None:
+    answer = ask(client, max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 3
+    assert events_of(client, max_output_tokens=3)[-1].type == "response.incomplete"
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4)
+    (item,) = answer.output
+    assert item.type == "message"
+    (part,) = item.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * 4
+
+
+class Capital(BaseModel):
+    capital: str
+    country: str
+
+
+def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
+    answer = client.responses.parse(input=QUESTION, text_format=Capital, **BASICS)
+    assert answer.output_parsed is not None
+    assert answer.output_parsed.capital
+    whole = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=200)
+    if whole.status == "completed":
+        assert isinstance(json.loads(whole.output_text), dict)
+
+
+def test_a_call_its_result_and_the_answer(client: OpenAI) -> None:
+    """The whole round, as an agent makes it."""
+    conversation: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    tools = {"tools": [WEATHER], "parallel_tool_calls": False}
+    first = ask(client, conversation, tool_choice="required", **tools)
+    call = call_of(first)
+    assert (call.name, call.status) == ("get_weather", "completed")
+    assert set(json.loads(call.arguments)) == {"city"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "22 degrees"}
+    second = ask(client, [*conversation, *first.output, result], tool_choice="none", **tools)
+    assert "22 degrees" in second.output_text
+
+
+def test_a_call_in_a_stream(client: OpenAI) -> None:
+    options = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}}
+    events = events_of(client, "What is the weather in Paris?", parallel_tool_calls=False, **options)
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert call_of(last.response).arguments == "".join(deltas)
+    assert set(json.loads("".join(deltas))) == {"city"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "code"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
+        ({"background": True}, "background", "unsupported_parameter"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
+        ({"input": "word " * 9000}, "input", "context_length_exceeded"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content", None),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "unsupported_value"),
+        ({"max_output_tokens": 0}, "max_output_tokens", None),
+        ({"tools": [{**WEATHER, "parameters": {"properties": {"a": {"type": "x"}}}}]}, "tools[0].parameters", None),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema", None),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)  # fmt: skip
+@pytest.mark.parametrize("is_streaming", [False, True], ids=["whole", "stream"])
+def test_a_bad_request_names_the_field(
+    client: OpenAI, options: dict[str, Any], param: str, code: str | None, is_streaming: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        client.responses.create(**{"input": QUESTION, **BASICS, **options, "stream": is_streaming})
+    assert (info.value.param, info.value.code) == (param, code)
+
+
+def test_an_unknown_model(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=DEFAULT_MODEL) as info:
+        ask(client, model="no-such-model")
+    assert info.value.code == "model_not_found"
+
+
+def test_a_stream_closed_early_frees_its_blocks(client: OpenAI, server: Server) -> None:
+    server.wait_free()
+    stream = client.responses.create(
+        **{**BASICS, "max_output_tokens": 2000, "input": QUESTION, "stream": True}, extra_body={"ignore_eos": True}
+    )
+    for _, _event in zip(range(6), stream, strict=False):
+        assert server.stats()["num_running"] == 1
+    stream.close()
+    assert server.wait_free()["num_in_use"] == 0
+
+
+def test_what_an_agent_like_codex_sends(server: Server) -> None:
+    """Everything it says is known. Its key pins blocks, so this comes after the tests that count them."""
+    body = {
+        "model": DEFAULT_MODEL,
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+        ],
+        "tools": [{**WEATHER, "strict": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a-conversation",
+        "text": {"verbosity": "medium"},
+        "max_output_tokens": 24,
+    }
+    answer = server.post("/v1/responses", body)
+    assert answer.status == 200
+    assert "x-quire-ignored-fields" not in answer.headers
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert b"[DONE]" not in answer.body  # this protocol ends with its last event
+
+
+def test_a_worker_that_dies_is_told(client: OpenAI, server: Server) -> None:
+    """The last one here: what was cached is gone with it."""
+    stream = client.responses.create(
+        **{**BASICS, "max_output_tokens": 2000, "input": QUESTION, "stream": True}, extra_body={"ignore_eos": True}
+    )
+    with stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+        os.kill(server.worker_pid, signal.SIGKILL)
+        *_, last = stream
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error is not None
+    assert last.response.error.code == "server_error"
+    assert "SIGKILL" in last.response.error.message
+    server.wait_for(r"endpoint=/v1/responses .*error")
+    assert ask(client).output_text == ANSWER
