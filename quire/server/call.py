@@ -41,7 +41,7 @@ MAX_VALUES = 1 << 18  # of a body
 MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
 MIB = 1 << 20
 # What people wrote is not repeated in errors: clients log them.
-SPOKEN = ("messages", "prompt", "system", "input", "instructions")
+SPOKEN = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")

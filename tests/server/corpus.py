@@ -285,7 +285,7 @@ def _conversations() -> Iterator[Hostile]:
             ("role of 10^6 characters", {"role": "r" * 10**6, "content": "Hi"}),
             ("role null", {"role": None, "content": "Hi"}),
             ("no role", {"content": "Hi"}),
-            ("role tool", {"role": "tool", "content": "Hi", "tool_call_id": "1"}),
+            ("role tool without a call", {"role": "tool", "content": "Hi"}),
             ("content number", {"role": "user", "content": 7}),
             ("content null", {"role": "user", "content": None}),
             ("content missing", {"role": "user"}),
@@ -312,8 +312,8 @@ def _conversations() -> Iterator[Hostile]:
     yield field(
         MESSAGES,
         "messages",
-        [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}],
-        label="tool result",
+        [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}],
+        label="tool result of no call",
     )
     yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": ""}], label="empty name")
     yield field(CHAT, "messages", [{"role": "user", "content": "Hi", "name": "n" * 1000}], label="long name")
@@ -324,14 +324,34 @@ def _conversations() -> Iterator[Hostile]:
     yield field(MESSAGES, "messages", [{"role": "user", "content": five}], "cache_control", label="5 breakpoints")
     yield field(MESSAGES, "system", 7)
     yield field(CHAT, "continue_final_message", True)
-    yield field(CHAT, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}])
-    yield field(
-        CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1:9/"}}}
-    )
-    yield field(COMPLETIONS, "guided_regex", "(a+)+b")
     yield field(COMPLETIONS, "suffix", "end")
-    yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {}}])
-    yield field(MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 10**9})
+    yield field(MESSAGES, "thinking", {"type": "forever"})
+
+
+def _tools_and_shapes() -> Iterator[Hostile]:
+    def function(**parameters: object) -> list[dict[str, object]]:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+
+    away = {"$ref": "http://127.0.0.1:9/"}
+    yield field(CHAT, "tools", function(**away), label="a schema elsewhere")
+    yield field(CHAT, "tools", function(type="array"), label="arguments that are no object")
+    yield field(CHAT, "tools", function(properties={"a": {"type": "colour"}}), label="a type that is none")
+    yield field(CHAT, "tools", function() * 200, label="200 tools")
+    yield field(CHAT, "tools", function() * 2, label="two of a name")
+    yield field(CHAT, "tools", [{"type": "function", "function": {"name": "f\n<|im_end|>"}}], label="a name of markup")
+    yield field(CHAT, "tool_choice", "required", label="a call of nothing")
+    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of nobody")
+    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": away}}, label="elsewhere")
+    yield field(CHAT, "response_format", {"type": "json_schema"}, label="no schema")
+    yield field(CHAT, "response_format", {"type": "yaml"}, label="no such format")
+    yield field(CHAT, "structured_outputs", {"choice": []}, label="no choice")
+    yield field(CHAT, "structured_outputs", {"choice": ["a"], "regex": "a"}, label="two shapes")
+    yield field(COMPLETIONS, "guided_regex", "(a", label="half a regex")
+    yield field(COMPLETIONS, "guided_grammar", "start: start", label="a grammar of nothing")
+    yield field(COMPLETIONS, "guided_regex", "a" * 10**5, label="a long regex")
+    yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {"type": "array"}}], label="no object")
+    yield field(MESSAGES, "tools", [{"name": "f", "type": "bash_20250124"}], label="a server's tool")
+    yield field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"type": "colour"}}, label="no type")
 
 
 def _templates() -> Iterator[Hostile]:
@@ -471,6 +491,9 @@ def _wrong_types() -> Iterator[Hostile]:
                 "chat_template_kwargs",
                 "logit_bias",
                 "cache_control",
+                "structured_outputs",
+                "guided_json",
+                "output_config",
             )
             yield field(path, name, 7 if takes_object else {"x": [None]}, label="wrong type")
 
@@ -500,7 +523,18 @@ def corpus() -> tuple[Hostile, ...]:
     rows += [literal(path, name, nested("[", "]"), label="10^5 deep") for path, name in _DEEP]
     rows += [literal(CHAT, "metadata", nested('{"a":', "}").replace(":}", ":1}", 1), label="objects 10^5 deep")]
     rows += [literal(path, name, value) for path, name, value in _NO_NUMBERS]
-    for make in (_numbers, _lists, _conversations, _templates, _sizes, _ids, _wrong_types, _models, _duplicates):
+    for make in (
+        _numbers,
+        _lists,
+        _conversations,
+        _tools_and_shapes,
+        _templates,
+        _sizes,
+        _ids,
+        _wrong_types,
+        _models,
+        _duplicates,
+    ):
         rows += make()
     return tuple(rows)
 

@@ -325,9 +325,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("options", "words"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type = 'image' is not supported"),
-        ({"tools": [{"name": "look_up", "input_schema": {"type": "object"}}]}, "tools is not supported"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type = 'any' is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type = 'enabled' is not supported"),
+        ({"tools": [{"name": "look up", "input_schema": {"type": "object"}}]}, "tools.0.name = 'look up' is not"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and tools has none"),
+        ({"extra_body": {"container": "c1"}}, "container = 'c1' is not supported"),
         ({"messages": []}, "messages has 0 entries"),
         ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages.0.role = 'judge'"),
         ({"max_tokens": -1}, "max_tokens = -1"),

@@ -1,0 +1,272 @@
+"""Tools and shapes with the official clients and the real default model, which knows no tools of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema_rs
+import openai
+import pytest
+from anthropic import Anthropic
+from anthropic.types import ToolUseBlock
+from openai import OpenAI
+from pydantic import BaseModel
+
+from quire.weights.hub import DEFAULT_MODEL
+from tests.server.rig import Server, serving
+
+QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "unit": {"$ref": "#/$defs/unit"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
+    "required": ["city", "unit", "days"],
+    "$defs": {"unit": {"enum": ["celsius", "fahrenheit"]}},
+}
+ADD = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "add_one", "description": "Adds 1", "parameters": ADD, "strict": True}},
+]
+SCHEMAS = {"get_weather": WEATHER, "add_one": ADD}
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[Server]:
+    del default_model  # is here now
+    with serving("--num-blocks", "200") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client: OpenAI, **options: Any) -> Any:
+    given = {"model": DEFAULT_MODEL, "messages": [QUESTION], "tools": TOOLS, "temperature": 0, "max_tokens": 250}
+    return client.chat.completions.create(**{**given, **options})
+
+
+def check(name: str, arguments: str) -> dict[str, Any]:
+    value = json.loads(arguments)
+    jsonschema_rs.validate(SCHEMAS[name], value)
+    assert isinstance(value, dict)
+    return value
+
+
+def test_a_required_call_and_its_result(client: OpenAI) -> None:
+    answer = ask(client, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert call.id.startswith("call_")
+    assert call.function.name == "get_weather"
+    assert check("get_weather", call.function.arguments)["city"] == "Paris"
+    told = [QUESTION, answer.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
+    final = ask(client, messages=told, tool_choice="none", max_tokens=32).choices[0]
+    assert final.message.tool_calls is None
+    assert final.message.content
+
+
+def test_the_second_turn_finds_the_first_in_the_cache(client: OpenAI) -> None:
+    """What the model wrote and what the conversation says it wrote are the same tokens."""
+    first = ask(client, tool_choice="required", parallel_tool_calls=False)
+    message = first.choices[0].message
+    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
+    second = ask(client, messages=[QUESTION, message, told], max_tokens=1)
+    both = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= both - 8
+
+
+def test_a_named_call_is_of_that_tool_and_alone(client: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "add_one"}}
+    (call,) = ask(client, tool_choice=choice).choices[0].message.tool_calls
+    assert call.function.name == "add_one"
+    check("add_one", call.function.arguments)
+
+
+def test_only_allowed_tools_are_called(client: OpenAI) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add_one"}}]}
+    calls = ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).choices[0].message.tool_calls
+    assert {call.function.name for call in calls} == {"add_one"}
+
+
+def test_calls_in_parallel_streamed_are_those_of_the_whole_answer(client: OpenAI) -> None:
+    whole = ask(client, tool_choice="required", seed=1).choices[0]
+    assert 2 <= len(whole.message.tool_calls) <= 4
+    names: dict[int, str] = {}
+    ids: set[str] = set()
+    arguments: dict[int, list[str]] = {}
+    reasons = []
+    for chunk in ask(client, tool_choice="required", seed=1, stream=True):
+        (choice,) = chunk.choices
+        for part in choice.delta.tool_calls or ():
+            if part.id is not None:
+                ids.add(part.id)
+                names[part.index] = part.function.name
+            arguments.setdefault(part.index, []).append(part.function.arguments)
+        reasons.append(choice.finish_reason)
+    assert reasons[-1] == whole.finish_reason == "tool_calls"
+    assert len(ids) == len(names) == len(whole.message.tool_calls)
+    for index, call in enumerate(whole.message.tool_calls):
+        assert len(arguments[index]) > 3  # they came as they grew
+        assert names[index] == call.function.name
+        assert "".join(arguments[index]) == call.function.arguments
+        check(names[index], call.function.arguments)
+
+
+def test_a_call_that_is_cut_off(client: OpenAI) -> None:
+    (choice,) = ask(client, tool_choice="required", max_tokens=24).choices
+    assert choice.finish_reason == "length"
+    whole = ask(client, tool_choice="required").choices[0].message.tool_calls[0].function.arguments
+    cut = choice.message.tool_calls[0].function.arguments
+    assert whole.startswith(cut)
+    assert 0 < len(cut) < len(whole)
+
+
+def test_words_where_no_call_is_asked_for(client: OpenAI) -> None:
+    """A free answer of this model calls nothing; with tool_choice none it cannot."""
+    for options in ({}, {"tool_choice": "none"}):
+        (choice,) = ask(client, max_tokens=16, **options).choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content
+
+
+def test_a_schema_that_cannot_be_held_is_refused_by_name(client: OpenAI) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": odd, "strict": True}}
+    for options in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as info:
+            ask(client, tools=[*TOOLS, tool], **options)
+        assert info.value.param == "tools[2].function.parameters"
+    tool["function"]["strict"] = False  # type: ignore[index]
+    assert ask(client, tools=[*TOOLS, tool], max_tokens=2).choices
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": odd}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as info:
+        ask(client, tools=[], response_format=form)
+    assert info.value.param == "response_format.json_schema.schema"
+
+
+class Capital(BaseModel):
+    city: str
+    continent: Literal["Africa", "Asia", "Europe"]
+
+
+def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
+    example = 'Answer like {"city": "Rome", "continent": "Europe"}. What is the capital of France?'
+    parsed = client.chat.completions.parse(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": example}],
+        response_format=Capital,
+        temperature=0,
+        max_tokens=100,
+    )
+    assert parsed.choices[0].message.parsed is not None
+    assert parsed.choices[0].message.parsed.continent == "Europe"
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no/maybe"]}}, ("yes", "no/maybe")),
+        ({"guided_regex": "[0-9]{2}:[0-9]{2}"}, None),
+        ({"guided_grammar": 'start: "a" /[0-9]/ "b"'}, None),
+        ({"guided_json": {"enum": ["x", "y"]}}, ('"x"', '"y"')),
+    ],
+)
+def test_other_shapes(client: OpenAI, shape: dict[str, Any], expected: tuple[str, ...] | None) -> None:
+    answer = ask(client, tools=[], extra_body=shape, max_tokens=20).choices[0]
+    assert answer.finish_reason == "stop"
+    assert expected is None or answer.message.content in expected
+    plain = client.completions.create(
+        model=DEFAULT_MODEL, prompt="It is", max_tokens=20, temperature=0, extra_body=shape
+    )
+    assert plain.choices[0].finish_reason == "stop"
+
+
+def test_tools_beside_a_shape_leave_the_choice(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sunny", "rainy"]}}}
+    words = ask(client, response_format=form, max_tokens=100).choices[0]
+    assert words.message.tool_calls or json.loads(words.message.content) in ("sunny", "rainy")
+    called = ask(client, response_format=form, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert called.finish_reason == "tool_calls"
+
+
+CLAUDE_TOOLS: Any = [
+    {"name": "get_weather", "description": "Of a city", "input_schema": WEATHER},
+    {"name": "add_one", "description": "Adds 1", "input_schema": ADD},
+]
+
+
+def test_a_round_trip_with_anthropics_client(claude: Anthropic) -> None:
+    given: dict[str, Any] = {
+        "model": DEFAULT_MODEL,
+        "max_tokens": 250,
+        "tools": CLAUDE_TOOLS,
+        "extra_body": {"temperature": 0},
+    }
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    message = claude.messages.create(messages=[QUESTION], tool_choice=choice, **given)
+    assert message.stop_reason == "tool_use"
+    (use,) = message.content
+    assert isinstance(use, ToolUseBlock)
+    assert use.id.startswith("toolu_")
+    jsonschema_rs.validate(SCHEMAS[use.name], use.input)
+    with claude.messages.stream(messages=[QUESTION], tool_choice=choice, **given) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        (streamed,) = stream.get_final_message().content
+    assert isinstance(streamed, ToolUseBlock)
+    assert (streamed.name, streamed.input) == (use.name, use.input)
+    assert json.loads("".join(parts)) == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny, 21 degrees"}
+    told: Any = [QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    final = claude.messages.create(messages=told, tool_choice={"type": "none"}, **{**given, "max_tokens": 24})
+    assert final.content[0].type == "text"
+    assert final.content[0].text
+
+
+def test_a_named_tool_with_anthropics_client(claude: Anthropic) -> None:
+    message = claude.messages.create(
+        model=DEFAULT_MODEL,
+        max_tokens=100,
+        messages=[QUESTION],
+        tools=CLAUDE_TOOLS,
+        tool_choice={"type": "tool", "name": "add_one"},
+    )
+    (use,) = message.content
+    assert isinstance(use, ToolUseBlock)
+    assert use.name == "add_one"
+    jsonschema_rs.validate(ADD, use.input)
+
+
+def test_counting_counts_tools(claude: Anthropic) -> None:
+    def count(**options: Any) -> int:
+        return claude.messages.count_tokens(model=DEFAULT_MODEL, messages=[QUESTION], **options).input_tokens
+
+    assert count(tools=CLAUDE_TOOLS) > count(tools=CLAUDE_TOOLS[:1]) > count()
+    message = claude.messages.create(model=DEFAULT_MODEL, max_tokens=1, messages=[QUESTION], tools=CLAUDE_TOOLS)
+    usage = message.usage
+    billed = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    assert count(tools=CLAUDE_TOOLS) == billed
+
+
+def test_a_shape_with_anthropics_client(claude: Anthropic) -> None:
+    form: Any = {"format": {"type": "json_schema", "schema": {"enum": ["sunny", "rainy"]}}}
+    message = claude.messages.create(model=DEFAULT_MODEL, max_tokens=20, messages=[QUESTION], output_config=form)
+    assert message.stop_reason == "end_turn"
+    assert message.content[0].type == "text"
+    assert json.loads(message.content[0].text) in ("sunny", "rainy")
