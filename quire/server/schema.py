@@ -221,7 +221,8 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
     if route.answer is not None:
         good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
     if route.streams:
-        events = {"schema": {"description": "Server-sent events, where `stream` is true."}}
+        when = "unless `once` is true" if route.body is None else "where `stream` is true"
+        events = {"schema": {"description": f"Server-sent events, {when}."}}
         good.setdefault("content", {})["text/event-stream"] = events
     responses: Json = {"200": good}
     error: Json = {"$ref": _REF.format(name=ERRORS.get(route.dialect.name, ERRORS["openai"])["title"])}
