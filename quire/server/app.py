@@ -147,7 +147,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version, query=cache.ModelQuery),
     Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
     Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
-    Endpoint("GET", "/docs", docs, "This list, for people."),
+    Endpoint("GET", "/docs", docs, "This list, for people.", access=Access.PUBLIC),
     Endpoint(
         "GET", "/v1/watch", watch, "Everything at a glance, twice a second: what the page shows.",
         answer=WatchSnapshot, streams=True, query=WatchQuery,
