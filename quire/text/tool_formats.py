@@ -18,7 +18,7 @@ from quire.text.answers import CallArguments, CallStart, Piece, Words
 from quire.text.reasoning import num_held
 
 MAX_HEAD_CHARS = 4096  # of a call, before its name and the beginning of its arguments are known
-_USES_TOOLS = re.compile(r"\{[%{][^%}]*\btools\b")
+_USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")  # in a statement: in what it writes it may stand as a word
 _BLANK = " \t\r\n"
 
 

@@ -219,7 +219,7 @@ def test_a_round_trip_with_anthropics_client(claude: Anthropic) -> None:
         "tools": CLAUDE_TOOLS,
         "extra_body": {"temperature": 0},
     }
-    choice = {"type": "any", "disable_parallel_tool_use": True}
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     message = claude.messages.create(messages=[QUESTION], tool_choice=choice, **given)
     assert message.stop_reason == "tool_use"
     (use,) = message.content

@@ -1,0 +1,515 @@
+"""Each way to write calls: how it is found, rendered, read and forced. Golden transcripts, cut at every position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import InvalidRequest
+from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
+from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
+from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import IN_WORDS, TOOL_FORMATS, CallParser, find_tool_format
+from quire.text.tool_grammars import answer_grammar, guilty_tool, tool_schema
+from quire.text.tool_prompts import fitting_id
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from tests.text.tool_templates import HERMES, PLAIN, TEMPLATES, THINKING
+from tests.text.vocabularies import SPECIAL, TOOLS, byte_level_gguf, byte_level_json
+
+FORMATS = {row.name: row for row in TOOL_FORMATS}
+THINK = REASONING_FORMATS[0]
+WEATHER = Tool("get_weather", "Of a city", {"type": "object", "properties": {"city": {"type": "string"}}})
+NOW = Tool("now")
+
+
+# Finding
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_shows_its_format(name: str) -> None:
+    assert find_tool_format(TEMPLATES[name]).name == name
+
+
+def test_what_is_not_known_is_told_in_words() -> None:
+    assert find_tool_format(None) is IN_WORDS
+    assert find_tool_format("{{ 'tools: <tool_call>' }}" + PLAIN) is IN_WORDS  # it never looks at them
+    assert find_tool_format(HERMES + "<function=") is IN_WORDS  # a relative that writes calls in another way
+    assert find_tool_format("{% if tools %}{{ tools }}{% endif %}") is IN_WORDS
+    assert find_tool_format(PLAIN, "hermes").name == "hermes"
+    with pytest.raises(InvalidRequest, match="tool_format = 'xml' is not one of hermes, mistral, llama3, words"):
+        find_tool_format(PLAIN, "xml")
+
+
+# Rendering
+
+
+def say(role: Role, text: str = "", **more: Any) -> Message:
+    return Message(role, (Part(text),), **more)
+
+
+CALL = ToolCall("call_1", "get_weather", '{"city": "Köln", "days": [1, 2.5, null]}')
+ASKED = say(Role.USER, "Weather?")
+CONVERSATIONS = (
+    (ASKED,),
+    (ASKED, say(Role.ASSISTANT, tool_calls=(CALL,)), say(Role.TOOL, "21", tool_call_id="call_1")),
+    (
+        ASKED,
+        say(Role.ASSISTANT, "I look.", tool_calls=(CALL,)),
+        say(Role.TOOL, '{"t": 21}', tool_call_id="call_1"),
+        say(Role.ASSISTANT, "Warm."),
+        say(Role.USER, "And now?"),
+    ),
+)
+
+
+def as_theirs(message: Message, id_chars: int | None) -> dict[str, Any]:
+    theirs: dict[str, Any] = {"role": message.role.value, "content": message.text}
+    call_id = fitting_id("call_1", FORMATS["mistral"]) if id_chars else "call_1"
+    if message.tool_calls:
+        functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.tool_calls]
+        theirs["tool_calls"] = [{"type": "function", "id": call_id, "function": function} for function in functions]
+    if message.tool_call_id is not None:
+        theirs |= {"tool_call_id": call_id, "name": "get_weather"}
+    return theirs
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+def test_prompts_with_tools_are_those_of_transformers(name: str, json_tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(byte_level_json())),
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+    )
+    template = ChatTemplate(TEMPLATES[name], json_tokenizer)
+    template.check()
+    shown = {"name": "get_weather", "description": "Of a city", "parameters": dict(WEATHER.parameters)}
+    for messages in CONVERSATIONS:
+        for tools in ((), (WEATHER,)):
+            options: dict[str, Any] = {"chat_template": TEMPLATES[name], "add_generation_prompt": True}
+            options["tools"] = [{"type": "function", "function": shown}] if tools else None
+            plain = [as_theirs(message, FORMATS[name].id_chars) for message in messages]
+            request = ChatRequest(messages, tools=tools)
+            assert template.render(request) == theirs.apply_chat_template(plain, tokenize=False, **options)
+            assert template.encode(request) == theirs.apply_chat_template(plain, return_dict=False, **options)
+    template.close()
+
+
+def test_tools_in_words(json_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(PLAIN, json_tokenizer)
+    results = (say(Role.TOOL, "21", tool_call_id="call_1"), say(Role.TOOL, "22", tool_call_id="call_2"))
+    calls = (CALL, ToolCall("call_2", "now", "{}"))
+    messages = (say(Role.SYSTEM, "Be brief."), ASKED, say(Role.ASSISTANT, "I look.", tool_calls=calls), *results)
+    text = template.render(ChatRequest((*messages, say(Role.USER, "So?")), tools=(WEATHER, NOW)))
+    system, asked, called, told, _ = text.split("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\nYou can use these tools")
+    assert '\n{"name": "now", "parameters": {"type": "object", "properties": {}}}\n' in system
+    assert asked == "<|im_start|>user\nWeather?"
+    assert called == (
+        "<|im_start|>assistant\nI look.\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5, null]}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    )
+    response = "<tool_response>\n21\n</tool_response>\n<tool_response>\n22\n</tool_response>"
+    assert told == f"<|im_start|>user\n{response}\n\nSo?"  # turns alternate
+    none = ChatRequest((ASKED,), tools=(WEATHER,), tool_choice=ToolChoice(ToolMode.NONE))
+    assert template.render(none) == template.render(ChatRequest((ASKED,)))
+    template.close()
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "words"])
+@pytest.mark.parametrize("token", [*SPECIAL, *TOOLS])
+def test_no_part_of_a_tool_can_write_a_control_token(name: str, token: str) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_gguf())
+    template = ChatTemplate(TEMPLATES[name], tokenizer)
+
+    def control_ids(text: str) -> list[int]:
+        schema = {"type": "object", "properties": {text: {"type": "string", "enum": [text], "description": text}}}
+        call = ToolCall(text, "f", json.dumps({text: [text, {"a": text}]}))
+        messages = (ASKED, say(Role.ASSISTANT, tool_calls=(call,)), say(Role.TOOL, text, tool_call_id=text, name=text))
+        ids = template.encode(ChatRequest(messages, tools=(Tool("f", text, schema),)))
+        return [token_id for token_id in ids if token_id in tokenizer.control_ids]
+
+    # Told in words, a call is an assistant's text, in which only special tokens are kept out.
+    if name != "words" or token in SPECIAL:
+        for text in (token, f"a{token}b", f"{token[:-1]}{token}"):
+            assert control_ids(text) == control_ids("harmless")
+    template.close()
+
+
+def test_ids_of_a_length() -> None:
+    mistral = FORMATS["mistral"]
+    assert fitting_id("abcDEF123", mistral) == "abcDEF123"
+    made = fitting_id("call_123456", mistral)
+    assert (len(made), made.isalnum()) == (9, True)
+    assert made == fitting_id("call_123456", mistral) != fitting_id("call_123457", mistral)
+    assert fitting_id("call_123456", FORMATS["hermes"]) == "call_123456"
+
+
+# Reading
+
+Plain = tuple[str, ...]  # a piece without the id of its call
+
+
+def merged(pieces: Sequence[Piece]) -> list[Plain]:
+    found: list[list[str]] = []
+    for piece in pieces:
+        match piece:
+            case CallStart(number, call_id, name):
+                assert call_id.startswith("call_")
+                found.append(["call", str(number), name])
+            case CallArguments(number, text):
+                key = ["arguments", str(number)]
+                found.append([*key, text]) if found[-1][:2] != key else found[-1].__setitem__(2, found[-1][2] + text)
+            case Thought(text) | Words(text):
+                kind = type(piece).__name__.lower()
+                found.append([kind, text]) if not found or found[-1][0] != kind else found[-1].__setitem__(
+                    1, found[-1][1] + text
+                )
+    return [tuple(piece) for piece in found]
+
+
+def read(make: Callable[[], AnswerParser], *texts: str) -> list[Plain]:
+    parser = make()
+    pieces = [piece for text in texts for piece in parser.push(text)]
+    return merged([*pieces, *parser.finish()])
+
+
+def calls(*made: tuple[str, str]) -> list[Plain]:
+    found: list[Plain] = []
+    for number, (name, arguments) in enumerate(made):
+        found += [("call", str(number), name), ("arguments", str(number), arguments)]
+    return found
+
+
+HERMES_CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "}\\"{", "b": [1, {"c": null}]}}\n</tool_call>'
+TRANSCRIPTS: list[tuple[str, str, list[Plain]]] = [
+    ("hermes", " Just words.\n", [("words", " Just words.\n")]),
+    (
+        "hermes",
+        f"Let me see.\n{HERMES_CALL}\n<tool_call>\n{{\"arguments\": {{\"x\": 1}}, \"name\": \"set\"}}\n</tool_call>\n",
+        [("words", "Let me see."), *calls(("get", '{"a": "}\\"{", "b": [1, {"c": null}]}'), ("set", '{"x": 1}'))],
+    ),
+    ("hermes", '<tool_call>{"name": "get"}</tool_call> done ', [*calls(("get", "{}")), ("words", "done ")]),
+    ("hermes", '<tool_call>{"name":"get","arguments":null}</tool_call>', calls(("get", "{}"))),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": "{\\"a\\": 1}"}', calls(("get", '{"a": 1}'))),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {"a": "cut off', calls(("get", '{"a": "cut off'))),
+    ("hermes", '<tool_call>\n{"name": "ge', [("words", '<tool_call>\n{"name": "ge')]),
+    ("hermes", 'a <tool_call> b <tool_call>{"name": "x"} c', [("words", 'a <tool_call> b <tool_call>{"name": "x"} c')]),
+    ("hermes", '<tool_call><tool_call>{"name": "set"}', [("words", "<tool_call>"), *calls(("set", "{}"))]),
+    ("hermes", '<tool_call>{"name": "get", "arguments": 1}', [("words", '<tool_call>{"name": "get", "arguments": 1}')]),
+    ("hermes", '<tool_call>{"name": "get"}</tool_call><tool_call>{"na', calls(("get", "{}"))),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}, {"name": "set", "arguments": {}, "id": "123456789"}]',
+        calls(("get", '{"a": 1}'), ("set", "{}")),
+    ),
+    ("mistral", 'Well. [TOOL_CALLS][{"name":"set"}]', [("words", "Well."), *calls(("set", "{}"))]),
+    ("mistral", '[TOOL_CALLS]{"name": "get"}', [("words", '[TOOL_CALLS]{"name": "get"}')]),
+    ("mistral", "[TOOL_CALL", [("words", "[TOOL_CALL")]),
+    ("llama3", ' {"name": "get", "parameters": {"a": 1}}', calls(("get", '{"a": 1}'))),
+    ("llama3", '<|python_tag|>{"name": "get", "parameters": {"a": 1.5}}', calls(("get", '{"a": 1.5}'))),
+    ("llama3", '{"city": "Oslo"}', [("words", '{"city": "Oslo"}')]),
+    ("llama3", '  See { "name": 1', [("words", '  See { "name": 1')]),
+    ("llama3", "<|python_tag|>search.call(1)", [("words", "<|python_tag|>search.call(1)")]),
+    ("words", f"{HERMES_CALL}", calls(("get", '{"a": "}\\"{", "b": [1, {"c": null}]}'))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), TRANSCRIPTS, ids=lambda value: str(value)[:30])
+def test_a_transcript_reads_the_same_however_it_is_cut(name: str, text: str, expected: list[Plain]) -> None:
+    def make() -> AnswerParser:
+        return CallParser(FORMATS[name], ("get", "set"))
+
+    assert read(make, text) == expected
+    assert read(make, *text) == expected
+    for at in range(len(text)):
+        assert read(make, text[:at], text[at:]) == expected
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "\n", " ", '{"name": "', "get", '"', "}", ",", "x"])))
+@settings(max_examples=200, deadline=None)
+def test_any_text_reads_the_same_however_it_is_cut(parts: list[str]) -> None:
+    def make() -> AnswerParser:
+        return CallParser(FORMATS["hermes"], ("get",))
+
+    text = "".join(parts)
+    whole = read(make, text)
+    assert read(make, *text) == whole
+    if not any(piece[0] == "call" for piece in whole):
+        assert "".join(piece[1] for piece in whole) == text  # nothing is lost
+
+
+def test_arguments_come_as_they_grow() -> None:
+    parser = CallParser(IN_WORDS, ("get",))
+    assert parser.push('<tool_call>\n{"name": "get", "arguments"') == []
+    (start, first) = parser.push(': {"a')
+    assert isinstance(start, CallStart)
+    assert first == CallArguments(0, '{"a')
+    assert parser.push('": 1') == [CallArguments(0, '": 1')]
+    assert parser.push("}}\n</tool") == [CallArguments(0, "}")]
+    assert parser.push("_call>\n") == parser.finish() == []
+
+
+def test_a_head_without_end_is_given_up() -> None:
+    text = '<tool_call>{"x": "' + "<tool_call>" * 2000
+    assert read(lambda: CallParser(IN_WORDS, ("get",)), text) == [("words", text)]
+
+
+# Thoughts
+
+THOUGHTS: list[tuple[Opening, str, list[Plain]]] = [
+    (Opening.FREE, "<think>\nhm </thin so\n\n</think>\n\nHi. ", [("thought", "hm </thin so"), ("words", "Hi. ")]),
+    (Opening.FREE, " Hi <think>", [("words", " Hi <think>")]),
+    (Opening.FREE, "<thi", [("words", "<thi")]),
+    (Opening.FREE, "<think>\n\n</think>\n\nHi", [("words", "Hi")]),
+    (Opening.OPEN, "\nhm</think>\n\nHi", [("thought", "hm"), ("words", "Hi")]),
+    (Opening.OPEN, "cut off ", [("thought", "cut off")]),
+    (Opening.CLOSED, "\n\nHi </think>", [("words", "Hi </think>")]),
+    (Opening.OPEN, f"call <tool_call>?</think>\n{HERMES_CALL}", [
+        ("thought", "call <tool_call>?"), *calls(("get", '{"a": "}\\"{", "b": [1, {"c": null}]}')),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opening", "text", "expected"), THOUGHTS)
+def test_thoughts_are_split_off(opening: Opening, text: str, expected: list[Plain]) -> None:
+    def make() -> AnswerParser:
+        return ThoughtParser(THINK, opening, CallParser(IN_WORDS, ("get",)))
+
+    assert read(make, text) == expected
+    assert read(make, *text) == expected
+    for at in range(len(text)):
+        assert read(make, text[:at], text[at:]) == expected
+
+
+def test_which_models_think() -> None:
+    assert find_reasoning(HERMES) is THINK
+    assert find_reasoning(THINKING) is THINK
+    assert find_reasoning(PLAIN) is find_reasoning(None) is None
+    assert find_opening(THINK, "<|im_start|>assistant\n<think>\n") is Opening.OPEN
+    assert find_opening(THINK, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is Opening.CLOSED
+    assert find_opening(THINK, "<think> </think> <|im_start|>assistant\n") is Opening.FREE
+
+
+def test_thinking_is_switched_where_the_template_can(json_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(HERMES, json_tokenizer)
+    assert template.render(ChatRequest((ASKED,), wants_thought=False)).endswith("<think>\n\n</think>\n\n")
+    assert template.render(ChatRequest((ASKED,), wants_thought=True)).endswith("assistant\n")
+    own = ChatRequest((ASKED,), wants_thought=True, template_args={"enable_thinking": False})
+    assert template.render(own).endswith("</think>\n\n")  # what names the variable goes first
+    past = (ASKED, say(Role.ASSISTANT, "Warm.", thought="hm"), ASKED)
+    assert "assistant\n<think>\nhm\n</think>\n\nWarm.<|im_end|>" in template.render(ChatRequest(past))
+    template.close()
+    plain = ChatTemplate(PLAIN, json_tokenizer)
+    assert plain.render(ChatRequest((ASKED,), wants_thought=False, reasoning_effort="low")).endswith("assistant\n")
+    plain.close()
+
+
+# Grammars
+
+
+class Letters:
+    """A vocabulary of bytes and three special tokens, for llguidance."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    names = ("<|end|>", "<|python_tag|>", "[TOOL_CALLS]")
+    tokens = (*(bytes((byte,)) for byte in range(256)), *(name.encode() for name in names))
+    special_token_ids = (256, 257, 258)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        while text:
+            name = next((name for name in self.names if text.startswith(name)), None)
+            ids += list(text[0].encode()) if name is None else [256 + self.names.index(name)]
+            text = text[1 if name is None else len(name) :]
+        return ids
+
+
+@pytest.fixture(scope="module")
+def follows() -> Callable[[Grammar | None, str], str]:
+    """whole: the text may end here; part: more must follow; no: it can never be this."""
+    llguidance = pytest.importorskip("llguidance")
+    letters = Letters()
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(letters), n_vocab=259)
+
+    def judge(grammar: Grammar | None, text: str) -> str:
+        assert grammar is not None
+        assert grammar.kind is GrammarKind.LARK
+        matcher = llguidance.LLMatcher(tokenizer, grammar.source, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = letters.encode(text)
+        if matcher.try_consume_tokens(ids) < len(ids):
+            return "no"
+        return "whole" if matcher.is_accepting() else "part"
+
+    return judge
+
+
+def control_id(marker: str) -> int | None:
+    return 256 + Letters.names.index(marker) if marker in Letters.names else None
+
+
+WHOLE_NUMBER = {"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"], "$defs": {"n": {"type": "integer"}}}
+GET = Tool("get", "", WHOLE_NUMBER)
+JSON_WORDS = json_schema_grammar({"enum": ["sun", "rain"]})
+HERMES_GET = '<tool_call>\n{"name": "get", "arguments": {"a": 3}}\n</tool_call>'
+HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LLAMA_NOW = '{"name": "now", "parameters": {}}'
+MISTRAL_NOW = '{"name": "now", "arguments": {}}'
+AUTO, REQUIRED = ToolChoice(), ToolChoice(ToolMode.REQUIRED)
+FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, str]]] = [
+    ("hermes", AUTO, None, None, {
+        "": "whole", "Hi": "whole", "Hi <tool": "whole", "Hi <tool_call>": "part", "Hi <tool_call>x": "no",
+        HERMES_GET: "whole", f"Hi\n{HERMES_GET}\n{HERMES_NOW}": "whole", f"{HERMES_NOW} x": "no",
+        '<tool_call>\n{"name": "other"': "no", '<tool_call>\n{"name": "get", "arguments": {"b"': "no",
+    }),
+    ("hermes", ToolChoice(is_parallel=False), None, None, {HERMES_GET: "whole", f"{HERMES_GET}\n<": "no"}),
+    ("hermes", REQUIRED, None, None, {
+        "": "part", "Hi": "no", HERMES_GET: "whole", f"{HERMES_NOW}{HERMES_GET}": "whole",
+    }),
+    ("hermes", ToolChoice(ToolMode.REQUIRED, "get"), None, None, {HERMES_GET: "whole", f"{HERMES_GET}\n<": "no"}),
+    ("hermes", AUTO, JSON_WORDS, None, {'"sun"': "whole", '"fog"': "no", "Hi": "no", HERMES_GET: "whole"}),
+    ("hermes", REQUIRED, JSON_WORDS, None, {'"sun"': "no", HERMES_GET: "whole"}),
+    ("hermes", AUTO, None, Opening.OPEN, {
+        "hm": "part", f"hm {HERMES_GET}": "part", f"hm</think>\n\n{HERMES_GET}": "whole", "hm</think>\n\nHi": "whole",
+    }),
+    ("hermes", AUTO, None, Opening.FREE, {
+        "Hi": "whole", "<think>hm": "part", f"<think>{HERMES_GET}": "part",
+        f"<think>hm</think>\n\n{HERMES_GET}": "whole", HERMES_GET: "whole", f"Hi {HERMES_GET}": "whole",
+        "Hi <tool_call>x": "no",
+    }),
+    ("hermes", REQUIRED, None, Opening.FREE, {
+        HERMES_GET: "whole", f"<think>x</think>{HERMES_GET}": "whole", "x": "no",
+    }),
+    ("hermes", AUTO, None, Opening.CLOSED, {"Hi": "whole", "Hi <tool_call>x": "no"}),
+    ("mistral", AUTO, None, None, {
+        "Hi": "whole", "[TOOL_CALLS]": "part", f"[TOOL_CALLS][{MISTRAL_NOW}]": "whole",
+        f"Hi[TOOL_CALLS] [{MISTRAL_NOW}, {MISTRAL_NOW}]": "whole", "[TOOL_CALLS]x": "no",
+    }),
+    ("mistral", REQUIRED, None, None, {"H": "no", f"[TOOL_CALLS][{MISTRAL_NOW}]": "whole"}),
+    ("llama3", AUTO, None, None, {
+        "Hi": "whole", " {": "no", LLAMA_NOW: "whole", f"<|python_tag|>{LLAMA_NOW}": "whole", '{"x"': "no",
+        f"Hi <|python_tag|>{LLAMA_NOW}": "whole", f"{LLAMA_NOW}{LLAMA_NOW}": "no",
+    }),
+    ("llama3", REQUIRED, None, None, {"Hi": "no", LLAMA_NOW: "whole", f"<|python_tag|>{LLAMA_NOW}": "whole"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "choice", "words", "opening", "judged"), FORCED)
+def test_what_an_answer_may_be(
+    follows: Callable[[Grammar | None, str], str],
+    name: str,
+    choice: ToolChoice,
+    words: Grammar | None,
+    opening: Opening | None,
+    judged: dict[str, str],
+) -> None:
+    tools = (GET, NOW) if choice.name is None else (GET,)
+    thought = None if opening is None else (THINK, opening)
+    grammar = answer_grammar(FORMATS[name], tools, choice, words, thought, control_id)
+    assert {text: follows(grammar, text) for text in judged} == judged
+
+
+@pytest.mark.parametrize(
+    ("words", "good", "bad"),
+    [
+        (JSON_WORDS, '"rain"', "rain"),
+        (regex_grammar("a/b|[/]{2}"), "//", "/"),
+        (Grammar(GrammarKind.LARK, 'start: "x" D\nD: /[0-9]{2}/'), "x12", "x1y"),
+    ],
+)
+def test_a_shape_behind_a_thought(
+    follows: Callable[[Grammar | None, str], str], words: Grammar, good: str, bad: str
+) -> None:
+    for opening, before in ((Opening.OPEN, "hm</think>"), (Opening.FREE, "<think>hm</think>\n\n"), (Opening.FREE, "")):
+        grammar = answer_grammar(IN_WORDS, (), AUTO, words, (THINK, opening), control_id)
+        assert follows(grammar, before + good) == "whole"
+        assert follows(grammar, before + bad) in ("no", "part")
+    assert answer_grammar(IN_WORDS, (), AUTO, words, (THINK, Opening.CLOSED), control_id) is words
+    assert answer_grammar(IN_WORDS, (), AUTO, None, (THINK, Opening.OPEN), control_id) is None
+
+
+def test_many_tools_find_their_line() -> None:
+    tools = [Tool(f"tool_{i}") for i in range(128)]
+    grammar = answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id)
+    assert grammar is not None
+    for line, text in enumerate(grammar.source.split("\n"), 1):
+        if text.startswith("call_"):
+            number = guilty_tool(f"grammar: at {line}(9): failed to compile")
+            assert number is not None
+            assert f'\\"{tools[number].name}\\"' in text
+    assert guilty_tool("grammar: at 1(1): x") is guilty_tool("grammar: no place") is None
+    large = Tool("large", "", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
+    with pytest.raises(InvalidRequest, match="tools of 1 schemas make a grammar of"):
+        answer_grammar(IN_WORDS, (large,), AUTO, None, None, control_id)
+
+
+def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() -> None:
+    inner = {"type": "object", "properties": {"title": {"type": "string", "title": "T"}}}
+    given = {
+        "title": "X",
+        "description": "d",
+        "properties": {"description": {"$ref": "#/$defs/d"}, "list": {"type": "array", "items": inner}},
+        "$defs": {"d": {"const": {"title": 1}, "default": 2}},
+    }
+    made = tool_schema(Tool("f", "", given, is_strict=False))
+    assert made.pop("x-guidance")["lenient"] is True
+    closed = {"type": "object", "properties": {"title": {"type": "string"}}, "additionalProperties": False}
+    assert made == {
+        "type": "object",
+        "properties": {"description": {"$ref": "#/$defs/d"}, "list": {"type": "array", "items": closed}},
+        "$defs": {"d": {"const": {"title": 1}}},
+        "additionalProperties": False,
+    }
+    several: dict[str, Any] = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert "additionalProperties" not in json.dumps(tool_schema(Tool("f", "", several)))
+    opened = {"properties": {}, "additionalProperties": {"type": "string"}}
+    assert tool_schema(Tool("f", "", opened))["additionalProperties"] == {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([Tool("a b")], AUTO, r"tools\[0\]\.name = 'a b' is not"),
+        ([NOW, NOW], AUTO, r"tools\[1\]\.name = 'now' is another tool's"),
+        ([NOW] * 129, AUTO, "tools has 129 entries, more than 128"),
+        ([Tool("f", "", {"type": "string"})], AUTO, r"tools\[0\]\.parameters\.type = 'string' is not object"),
+        ([Tool("f", "\ud800")], AUTO, r"tools\[0\]\.description has a lone surrogate"),
+        ([Tool("f", "", {"a": float("nan")})], AUTO, r"tools\[0\]\.parameters: "),
+        ([], REQUIRED, "tool_choice asks for a call, and tools has none"),
+        ([NOW], ToolChoice(ToolMode.REQUIRED, "then"), "tool_choice names 'then', which is not among tools"),
+        ([NOW], ToolChoice(allowed=("then",)), "tool_choice names 'then'"),
+    ],
+)
+def test_tools_that_cannot_work(tools: list[Tool], choice: ToolChoice, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ChatRequest((ASKED,), tools=tuple(tools), tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (ToolCall("", "f", "{}"), r"messages\[0\]\.tool_calls\[0\]\.id is not 1 to 256"),
+        (ToolCall("c", "f g", "{}"), r"tool_calls\[0\]\.name = 'f g'"),
+        (ToolCall("c", "f", "[]"), r"tool_calls\[0\]\.arguments is not a JSON object"),
+        (ToolCall("c", "f", '{"a": NaN}'), r"arguments is not a JSON object"),
+        (ToolCall("c", "f", '{"a": "\ud800"}'), r"arguments is not a JSON object"),
+        (ToolCall("c", "f", "[" * 10**5), r"arguments is not a JSON object"),
+    ],
+)
+def test_calls_that_cannot_have_been_made(call: ToolCall, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ChatRequest((say(Role.ASSISTANT, tool_calls=(call,)),))
