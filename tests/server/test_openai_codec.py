@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,8 +33,20 @@ from quire.server.openai.errors import OPENAI
 from quire.server.openai.parsing import in_their_words
 from quire.server.openai.support import ACCEPTED, UNSUPPORTED
 from quire.server.work import Work
+from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.grammar import (
+    Grammar,
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import IN_WORDS, CallParser
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.text.vocabularies import byte_level_json
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -590,6 +603,158 @@ def output(
         Completion(index, text, (1, 2), reasons[index % 2], logprobs=logprobs) for index, text in enumerate(texts)
     )
     return GenerationOutput(prompt, completions, USAGE, None, scores)
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "get", "description": "d", "parameters": WEATHER}}
+
+
+def test_tools_and_choices() -> None:
+    def tools_of(**fields: Any) -> ChatRequest:
+        (found,) = chat(
+            tools=[TOOL, {"type": "function", "function": {"name": "now", "strict": True}}], **fields
+        ).prompts
+        assert isinstance(found, ChatRequest)
+        return found
+
+    assert tools_of().tools == (Tool("get", "d", WEATHER, is_strict=False), Tool("now"))
+    named = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    for given, expected in (
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("none", ToolChoice(ToolMode.NONE)),
+        ("required", ToolChoice(ToolMode.REQUIRED)),
+        (named, ToolChoice(ToolMode.REQUIRED, "now")),
+        (allowed, ToolChoice(allowed=("now",))),
+    ):
+        assert tools_of(tool_choice=given).tool_choice == expected
+        one = tools_of(tool_choice=given, parallel_tool_calls=False).tool_choice
+        assert one == replace(expected, is_parallel=False)
+    assert [tool.name for tool in tools_of(tool_choice=allowed).callable_tools] == ["now"]
+    assert tools_of(tool_choice="none").callable_tools == ()
+
+
+def test_calls_and_results_in_a_conversation() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4"}]},
+    ]
+    (found,) = chat(messages=messages).prompts
+    assert isinstance(found, ChatRequest)
+    assert found.messages[1] == Message(
+        Role.ASSISTANT, (), thought="hm", tool_calls=(ToolCall("c1", "get", '{"city": "Oslo"}'),)
+    )
+    assert found.messages[2] == Message(Role.TOOL, (Part("4"),), tool_call_id="c1")
+
+
+def test_effort_and_thought() -> None:
+    for effort, expected in ((None, None), ("none", False), ("low", None)):
+        (found,) = chat(reasoning_effort=effort).prompts
+        assert isinstance(found, ChatRequest)
+        assert (found.wants_thought, found.reasoning_effort) == (expected, effort)
+
+
+SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, json_object_grammar()),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER, "strict": True}}},
+        json_schema_grammar(WEATHER),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}},
+        json_schema_grammar(WEATHER, strict=False),
+    ),
+    ({"structured_outputs": {"json": WEATHER}}, json_schema_grammar(WEATHER)),
+    ({"structured_outputs": {"json_object": True}}, json_object_grammar()),
+    ({"guided_json": json.dumps(WEATHER)}, json_schema_grammar(WEATHER)),
+    ({"guided_choice": ["a", "b.c"]}, choice_grammar(["a", "b.c"])),
+    ({"guided_regex": "[a-z]+"}, regex_grammar("[a-z]+")),
+    ({"structured_outputs": {"grammar": "start: /x/"}}, lark_grammar("start: /x/")),
+]
+
+
+@pytest.mark.parametrize(("fields", "grammar"), SHAPES)
+def test_shapes_of_answers(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    assert chat(**fields).params.grammar == grammar
+    assert completion(**fields).params.grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "x" * 10**5}, "guided_regex"),
+        ({"guided_regex": "a", "structured_outputs": {"choice": ["b"]}}, "guided_regex"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    for ask in (chat, completion):
+        with pytest.raises((ApiError, InvalidRequest)) as error:
+            ask(**fields)
+        assert refusal(error)[1] == param
+
+
+def reading() -> AnswerParser:
+    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(IN_WORDS, ("get", "now")))
+
+
+SPOKEN = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')
+ENDS = ('lo"}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', FinishReason.STOP)
+
+
+def test_thoughts_words_and_calls_in_a_stream() -> None:
+    encoder = chat_stream(HEAD, chat(), include_usage=True, new_parser=reading)
+    data = b"".join(encoder.chunks([(0, delta(text))]) for text in SPOKEN)
+    data += encoder.chunks([(0, delta(*ENDS))]) + encoder.last(USAGE, None, 2)
+    chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-2]]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join((one.model_extra or {}).get("reasoning_content", "") for one in deltas) == "hm"
+    assert "".join(one.content or "" for one in deltas) == "I look."
+    calls = [call for one in deltas for call in one.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls if call.id and call.function] == [(0, "get"), (1, "now")]
+    arguments = ["".join(c.function.arguments or "" for c in calls if c.index == i and c.function) for i in (0, 1)]
+    assert arguments == ['{"city": "Oslo"}', "{}"]
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize(("reason", "told"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
+def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: str) -> None:
+    one = Completion(0, "".join(SPOKEN) + ENDS[0], (1, 2), reason)
+    made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading, 2)
+    found = SdkChatCompletion.model_validate(
+        msgspec.to_builtins(msgspec.structs.replace(made, object="chat.completion"))
+    )
+    message = found.choices[0].message
+    assert (message.content, (message.model_extra or {})["reasoning_content"]) == ("I look.", "hm")
+    assert message.tool_calls is not None
+    assert [(call.type, call.id[:5]) for call in message.tool_calls] == [("function", "call_")] * 2
+    assert [call.to_dict()["function"] for call in message.tool_calls] == [
+        {"name": "get", "arguments": '{"city": "Oslo"}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert found.choices[0].finish_reason == told
+
+
+def test_logprobs_of_tokens_that_become_no_words_yet_are_told() -> None:
+    entry = TokenLogprob(7, "<tool", b"<tool", -0.5, 0)
+    encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
+    data = encoder.chunks([(0, Delta(0, "x <tool", (7,), (entry,), None, None))])
+    data += encoder.chunks([(0, Delta(0, "_", (7,), (entry,), None, None))])
+    chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-1]]
+    assert sum(len(one.choices[0].logprobs.content or ()) for one in chunks if one.choices[0].logprobs) == 2
 
 
 def test_a_whole_chat() -> None:

@@ -1,0 +1,169 @@
+"""What a model's template makes of an answer: its parser, its grammar, the tokens of its thought."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from quire.engine.engine import EngineOutput
+from quire.engine.model import ModelText
+from quire.engine.outputs import Answers
+from quire.engine.params import GenerationParams
+from quire.text.answers import CallStart, PlainAnswer, Thought, Words
+from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.grammar import json_object_grammar
+from quire.text.reasoning import ThoughtParser
+from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import CallParser
+from quire.text.tools import Tool, ToolChoice, ToolMode
+from quire.weights.config import spec_from_config
+from quire.weights.spec import GenerationDefaults
+from tests.text.tool_templates import HERMES, MISTRAL, PLAIN, THINKING
+from tests.text.vocabularies import byte_level_json
+
+HI = (Message(Role.USER, (Part("Hi"),)),)
+TOOLS = (Tool("now"),)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2,
+}  # fmt: skip
+
+
+class Made:
+    """Models of one template each."""
+
+    def __init__(self) -> None:
+        self.texts: list[ModelText] = []
+
+    def __call__(self, template: str, *special: str) -> ModelText:
+        spec = byte_level_json()
+        first = max(token["id"] for token in spec["added_tokens"]) + 1
+        spec["added_tokens"] += [added(first + i, content) for i, content in enumerate(special)]
+        tokenizer = Tokenizer.from_json(json.dumps(spec).encode(), {"eos_token": "<|im_end|>"})
+        facts = spec_from_config(CONFIG, {}, "tiny", "F32")
+        made = ModelText("tiny", facts, GenerationDefaults(), tokenizer, ChatTemplate(template, tokenizer))
+        self.texts.append(made)
+        return made
+
+
+def added(token_id: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
+@pytest.fixture
+def make() -> Iterator[Made]:
+    made = Made()
+    yield made
+    for text in made.texts:
+        text.close()
+
+
+def prompt_of(text: ModelText, chat: ChatRequest) -> tuple[int, ...]:
+    return text.encode_chat(chat, 512)
+
+
+def pieces_of(text: ModelText, chat: ChatRequest, answer: Sequence[int]) -> list[object]:
+    """As a server reads it: token by token."""
+    request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
+    answers = Answers(request, text.tokenizer)
+    parser = text.new_parser(chat, request.prompt)
+    pieces: list[object] = []
+    for token in answer:
+        pieces += parser.push(answers.push(0, EngineOutput(0, (token,), None, 0, None, (), None, None)).text)
+    return [*pieces, *parser.finish()]
+
+
+def test_a_plain_model_has_plain_answers(make: Made) -> None:
+    text = make(PLAIN)
+    chat = ChatRequest(HI)
+    prompt = prompt_of(text, chat)
+    assert isinstance(text.new_parser(chat, prompt), PlainAnswer)
+    assert isinstance(text.new_parser(None, prompt), PlainAnswer)
+    assert text.num_thought_tokens(chat, prompt, (1, 2, 3)) == 0
+    assert text.request(prompt, GenerationParams(), chat=chat).grammar is None
+    shaped = GenerationParams(grammar=json_object_grammar())
+    assert text.request(prompt, shaped, chat=chat).grammar == shaped.grammar
+    none = ChatRequest(HI, tools=TOOLS, tool_choice=ToolChoice(ToolMode.NONE))
+    assert isinstance(text.new_parser(none, prompt_of(text, none)), PlainAnswer)
+    assert text.request(prompt, GenerationParams(), chat=none).grammar is None
+
+
+def test_tools_bring_a_parser_and_a_grammar(make: Made) -> None:
+    text = make(PLAIN)
+    chat = ChatRequest(HI, tools=TOOLS)
+    request = text.request(prompt_of(text, chat), GenerationParams(), chat=chat)
+    assert isinstance(text.new_parser(chat, request.prompt), CallParser)
+    assert request.grammar is not None
+    assert "<[" in request.grammar.source  # <tool_call> is a token of this vocabulary: it is named by its id
+    assert f"<[{text.tokenizer.added['<tool_call>']}]>" in request.grammar.source
+
+
+def test_a_marker_that_is_a_special_token_reaches_the_parser(make: Made) -> None:
+    text = make(MISTRAL, "[TOOL_CALLS]")
+    marker = text.tokenizer.added["[TOOL_CALLS]"]
+    assert marker in text.tokenizer.special_ids
+    chat = ChatRequest(HI, tools=TOOLS)
+    answer = [*text.tokenizer.encode_plain("Well."), marker, *text.tokenizer.encode_plain('[{"name": "now"}]')]
+    found = pieces_of(text, chat, answer)
+    assert [piece.name for piece in found if isinstance(piece, CallStart)] == ["now"]
+    assert "".join(piece.text for piece in found if isinstance(piece, Words)) == "Well."
+    assert text.request(prompt_of(text, chat), GenerationParams()).shown_special == frozenset()
+
+
+SEED = HERMES.replace("think>", "seed:think>")
+
+
+@pytest.mark.parametrize(("template", "special"), [(HERMES, ()), (SEED, ("<seed:think>", "</seed:think>"))])
+def test_thoughts_are_counted_to_the_token(make: Made, template: str, special: tuple[str, ...]) -> None:
+    """Whether the tags are special tokens of the vocabulary or ordinary ones that were added."""
+    text = make(template, *special)
+    format = text.template.reasoning
+    assert format is not None
+    opening, closing = text.tokenizer.added[format.opening], text.tokenizer.added[format.closing]
+    assert (opening in text.tokenizer.special_ids) is bool(special)
+    chat = ChatRequest(HI)
+    prompt = prompt_of(text, chat)
+    thought, words = text.tokenizer.encode_plain("\nlet me see\n"), text.tokenizer.encode_plain("\n\nHello there")
+    answer = [opening, *thought, closing, *words]
+    assert text.num_thought_tokens(chat, prompt, answer) == len(thought) + 2
+    assert text.num_thought_tokens(chat, prompt, answer[:3]) == 3  # cut off
+    assert text.num_thought_tokens(chat, prompt, words) == 0
+    found = pieces_of(text, chat, answer)
+    assert "".join(piece.text for piece in found if isinstance(piece, Thought)) == "let me see"
+    assert "".join(piece.text for piece in found if isinstance(piece, Words)) == "Hello there"
+
+
+def test_a_prompt_that_opens_the_thought(make: Made) -> None:
+    text = make(THINKING)
+    chat = ChatRequest(HI)
+    prompt = prompt_of(text, chat)
+    assert isinstance(text.new_parser(chat, prompt), ThoughtParser)
+    answer = [*text.tokenizer.encode_plain("hm"), text.tokenizer.added["</think>"], *text.tokenizer.encode_plain("Hi")]
+    found = pieces_of(text, chat, answer)
+    assert "".join(piece.text for piece in found if isinstance(piece, Thought)) == "hm"
+    assert text.num_thought_tokens(chat, prompt, answer) == len(answer) - len(text.tokenizer.encode_plain("Hi"))
+    shaped = text.request(prompt, GenerationParams(grammar=json_object_grammar()), chat=chat).grammar
+    assert shaped is not None
+    assert "start: thought GAP words" in shaped.source
+
+
+def test_what_is_continued_thinks_on_or_does_not(make: Made) -> None:
+    text = make(HERMES)
+    for said, is_thought in (("<think>\nI am", True), ("<think>\nso\n</think>\n\nIt is", False), ("It is", False)):
+        messages = (*HI, Message(Role.ASSISTANT, (Part(said),)))
+        chat = ChatRequest(messages, add_generation_prompt=False, continue_last=True)
+        (piece, *_) = pieces_of(text, chat, text.tokenizer.encode_plain("sure"))
+        assert isinstance(piece, Thought) is is_thought
+
+
+def test_thinking_that_was_switched_off_is_not_looked_for(make: Made) -> None:
+    text = make(HERMES)
+    chat = ChatRequest(HI, wants_thought=False)
+    assert text.num_thought_tokens(chat, prompt_of(text, chat), text.tokenizer.encode_plain("<think>")) == 0
+    found = pieces_of(text, chat, text.tokenizer.encode_plain("Hi"))
+    assert {type(piece) for piece in found} == {Words}
