@@ -6,7 +6,9 @@ The simulator calls this after every event. A server may call it when idle: it r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
+from itertools import chain, islice
+from operator import attrgetter
 from typing import NoReturn
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
@@ -16,80 +18,86 @@ from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.errors import InvariantViolation
 
+_state = attrgetter("state", "slot", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published")
+_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # of a request that waits
 
-def check_scheduler(scheduler: Scheduler, salts: Iterable[str] | None = None) -> None:
+
+def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None) -> None:
     """Raise `InvariantViolation` if any law is broken. O(blocks + requests).
 
-    With all the salts in use, it also checks that every chain in the tree begins at one of them.
+    With the roots of all salts in use, it also checks that every chain in the tree begins at one of them.
     """
     cache = scheduler.cache
-    running, waiting = scheduler.running, scheduler.waiting
-    holders: Counter[int] = Counter()
-    for request in running:
-        holders.update(request.block_table)
+    running, waiting = list(scheduler.running), list(scheduler.waiting)  # once: this runs after every event of a world
+    held = list(chain.from_iterable(request.block_table for request in running))
+    tables = Counter(held)
     for plan in scheduler.in_flight:
-        holders.update(copy.source for copy in plan.copies)
+        held += [copy.source for copy in plan.copies]
     for pin in cache.pins:
-        holders.update(block.block_id for block in pin.blocks)
-    check_cache(cache, holders, salts)
+        held += [block.block_id for block in pin.blocks]
+    check_cache(cache, Counter(held), roots)
 
-    _check_running_set(scheduler)
+    _check_running_set(scheduler, running, tables)
     for request in waiting:
-        if request.state is not RequestState.WAITING or request.slot is not None or request.block_table:
-            _fail(f"{request!r} waits but is not idle")
-        if request.num_computed or request.num_planned or request.num_in_flight or request.num_published:
-            _fail(f"{request!r} waits but has counts of a running request")
-    if waiting.num_tokens != sum(len(request.tokens) for request in waiting):
-        _fail(f"the queue counts {waiting.num_tokens} tokens")
+        if _state(request) != _IDLE:
+            _fail(f"{request!r} waits but is not idle, or has counts of a running request: {_state(request)}")
+    num_tokens = sum([len(request.tokens) for request in waiting])
+    if scheduler.waiting.num_tokens != num_tokens:
+        _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
     alive = [request.request_id for request in running] + [request.request_id for request in waiting]
-    if sorted(alive) != sorted(scheduler.alive) or len(set(alive)) != len(alive):
+    if len(alive) != len(scheduler.alive) or set(alive) != set(scheduler.alive):
         _fail(f"requests are not each running or waiting: {sorted(alive)} against {sorted(scheduler.alive)}")
 
 
-def _check_running_set(scheduler: Scheduler) -> None:
-    cache, running = scheduler.cache, scheduler.running
+def _check_running_set(scheduler: Scheduler, running: Sequence[Request], tables: Counter[int]) -> None:
+    """`tables`: how often each block stands in one."""
+    cache = scheduler.cache
     promised = Counter(
-        (piece.request_id, piece.epoch) for plan in scheduler.in_flight for piece in plan.slices if piece.wants_token
+        [(piece.request_id, piece.epoch) for plan in scheduler.in_flight for piece in plan.slices if piece.wants_token]
     )
-    slots = list(running.free_slots)
+    slots = list(scheduler.running.free_slots)
     writers: list[int] = []
     for request in running:
         _check_running(request, cache)
-        if request.num_in_flight != promised[request.request_id, request.epoch]:
+        if request.num_in_flight != promised.get((request.request_id, request.epoch), 0):
             _fail(f"{request!r} has samples in flight that are not its own")
         assert request.slot is not None
         slots.append(request.slot)
         writers += request.block_table[request.num_computed // cache.block_size :]
-    tables = Counter(block_id for request in running for block_id in request.block_table)
     for block_id in writers:
         if tables[block_id] != 1:
             _fail(f"block {block_id} is written by one request and held by {tables[block_id]}")
-    if sorted(slots) != list(range(running.max_seqs)):
+    if sorted(slots) != list(range(scheduler.running.max_seqs)):
         _fail(f"slots are not each free or held once: {sorted(slots)}")
     order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):
         _fail(f"running requests are out of order: {order}")
 
 
-def check_cache(cache: KVCacheManager, holders: Counter[int], salts: Iterable[str] | None = None) -> None:
+def check_cache(cache: KVCacheManager, holders: Counter[int], roots: Container[bytes] | None = None) -> None:
     """The pool and the tree, given how often each block is held."""
-    roots = None if salts is None else {cache.tree.root(salt) for salt in salts}
     pool, tree = cache.pool, cache.tree
     free = [block.block_id for block in pool.free]
-    if len(free) != len(pool.free) or len(set(free)) != len(free):
-        _fail(f"the free list is corrupt: {free}")
     is_free = set(free)
+    if len(free) != len(pool.free) or len(is_free) != len(free):
+        _fail(f"the free list is corrupt: {free}")
     if NULL_BLOCK_ID in is_free or NULL_BLOCK_ID in holders:
         _fail("the null block was handed out")
     num_cached = num_shared = 0
-    for block in pool.blocks[NULL_BLOCK_ID + 1 :]:
-        if block.ref_count != holders[block.block_id]:
+    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # then the tree will not reach it
+    num_holders = holders.get
+    for block in islice(pool.blocks, NULL_BLOCK_ID + 1, None):
+        ref_count = block.ref_count
+        if ref_count != num_holders(block.block_id, 0):
             _fail(f"{block!r} has {holders[block.block_id]} holders")
-        if (block.ref_count == 0) != (block.block_id in is_free):
-            _fail(f"{block!r} is {'not ' if block.ref_count == 0 else ''}in the free list")
-        num_cached += block.parent_key is not None and block.ref_count == 0
-        num_shared += block.ref_count > 1
+        if (ref_count == 0) != (block.block_id in is_free):
+            _fail(f"{block!r} is {'not ' if ref_count == 0 else ''}in the free list")
+        if ref_count > 1:
+            num_shared += 1
         if block.parent_key is not None:
+            num_published += 1
+            if ref_count == 0:
+                num_cached += 1
             _check_published(block, tree)
         elif block.key is not None or block.tokens or block.twins:
             _fail(f"{block!r} is not published but says what it contains")
@@ -99,7 +107,7 @@ def check_cache(cache: KVCacheManager, holders: Counter[int], salts: Iterable[st
     pinned = {block.block_id for pin in cache.pins for block in pin.blocks}
     if cache.pins.num_blocks != len(pinned) or len(pinned) > cache.pins.max_blocks:
         _fail(f"pins hold {cache.pins.num_blocks} blocks of at most {cache.pins.max_blocks}")
-    _check_tree(tree, sum(block.parent_key is not None for block in pool.blocks), roots)
+    _check_tree(tree, num_published, roots)
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:

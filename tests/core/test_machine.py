@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
         holders.update(copy.source for copy in self.copies)
         for pin in self.cache.pins:
             holders.update(block.block_id for block in pin.blocks)
-        check_cache(self.cache, holders, SALTS)
+        check_cache(self.cache, holders, {self.cache.tree.root(salt) for salt in SALTS})
 
     def teardown(self) -> None:
         self.settle()

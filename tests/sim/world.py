@@ -154,7 +154,8 @@ class World:
         self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
         self._yielded: set[int] = set()  # blocks of pins that had to give way, until they are evicted
-        self._done: dict[bytes, int] = {cache.tree.root(salt): 0 for salt in SALTS}
+        self._roots = frozenset(cache.tree.root(salt) for salt in SALTS)
+        self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
         self._depth: dict[bytes, int] = {}  # position -> tokens before it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
         self._heads = [self._tokens(self.random.randint(1, max(1, self.max_context // 2))) for _ in range(3)]
@@ -202,7 +203,7 @@ class World:
     def _event(self, verb: Callable[[], None]) -> None:
         verb()
         self.num_events += 1
-        check_scheduler(self.scheduler, SALTS)
+        check_scheduler(self.scheduler, self._roots)
         self._check_memory()
         half = (self.setup.num_blocks - 1) // 2
         self._require(self.scheduler.cache.pins.num_blocks <= half, "pins hold more than half the pool")
@@ -306,7 +307,8 @@ class World:
             self._require(len(self.scheduler.waiting) >= self.setup.max_waiting, "refused though there was room")
             return
         self.now_ns = max(self.now_ns, self.clock_ns)
-        self._require(should_fit, f"{request!r} can never fit and was let in")
+        if not should_fit:
+            raise WorldFailure(f"{request!r} can never fit and was let in")
         self.counts["requests"] += 1
         self.counts["forks"] += is_fork
         # Siblings must draw as the world numbers them, not as the core does.
@@ -431,14 +433,16 @@ class World:
         if book.delivered != book.expected[:end]:
             raise WorldFailure(f"{book.request!r} answered {book.delivered}, alone it answers {book.expected[:end]}")
         is_end = end == len(book.expected)
-        self._require((update.finish_reason is not None) == is_end, f"{book.request!r} ended early or late")
+        if (update.finish_reason is not None) != is_end:
+            raise WorldFailure(f"{book.request!r} ended early or late")
         if update.finish_reason is not None:
             self._require(update.finish_reason is book.expected_reason, f"ended with {update.finish_reason}")
             self._retire(book)
 
     def _retire(self, book: Book) -> None:
         self.retired.append([*book.prompt, *book.delivered])
-        self._require(book.request.state is RequestState.FINISHED, f"{book.request!r} is not finished")
+        if book.request.state is not RequestState.FINISHED:
+            raise WorldFailure(f"{book.request!r} is not finished")
         del self.books[book.request.request_id]
 
     def _see(self, book: Book, num_computed: int) -> None:
@@ -509,20 +513,23 @@ class World:
     def _on_admitted(self, event: Admitted) -> None:
         book = self.books[event.request_id]
         lanes: dict[Priority, tuple[int, int]] = {book.request.priority: book.key}
-        for other in self.scheduler.waiting:
-            rival = self.books[other.request_id]
-            lanes[other.priority] = min(rival.key, lanes.get(other.priority, rival.key))
+        rivals = [(other, self.books[other.request_id]) for other in self.scheduler.waiting]
+        for other, rival in rivals:
+            if other.priority not in lanes or rival.key < lanes[other.priority]:
+                lanes[other.priority] = rival.key
         effective = lanes[book.request.priority]
-        for other in self.scheduler.waiting:
-            rival = self.books[other.request_id]
+        window_ns = {
+            priority: self.policy.overtake_window_s(priority, book.request.priority) * NS_PER_S for priority in Priority
+        }
+        for other, rival in rivals:
             is_sibling = other.priority is book.request.priority
             is_ahead = other.sequence < book.request.sequence if is_sibling else lanes[other.priority] < effective
             if is_ahead:
                 raise WorldFailure(f"{book.request!r} was admitted before {other!r}, who is ahead")
             if not rival.was_admitted and not book.was_admitted:
-                window = self.policy.overtake_window_s(other.priority, book.request.priority)
                 late_ns = book.arrived_ns - rival.arrived_ns
-                self._require(late_ns <= window * NS_PER_S, f"{other!r} was overtaken beyond the starvation bound")
+                if late_ns > window_ns[other.priority]:
+                    raise WorldFailure(f"{other!r} was overtaken beyond the starvation bound")
         for rival in self.books.values():
             is_skipped = rival.request.state is RequestState.WAITING and rival.request not in self.scheduler.waiting
             # An owner preempted in this very step leaves its waiters skipped until the next.
@@ -533,7 +540,8 @@ class World:
             raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
         book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
-        self._require(event.waited_ns == book.waited_ns, f"{book.request!r} reports a wrong age")
+        if event.waited_ns != book.waited_ns:
+            raise WorldFailure(f"{book.request!r} reports a wrong age")
         book.was_admitted = True
         self._admitted.add(event.request_id)
         self.counts["resumed"] += event.is_resumed
@@ -628,7 +636,7 @@ class World:
         """What the tree says a block contains is what lies in the runner's memory."""
         if self.setup.is_colliding:  # a key may mean something else by now
             self._entries = {}
-            self._done = {self.scheduler.cache.tree.root(salt): 0 for salt in SALTS}
+            self._done = dict.fromkeys(self._roots, 0)
             self._depth = {}
         memory = self.runner.memory
         for block in self.scheduler.cache.pool.blocks:
