@@ -7,6 +7,7 @@ draws the map must not keep whoever computes waiting.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -157,6 +158,22 @@ class BlockMap:
                 del by_holders[old]
         if new:
             by_holders[new] += 1
+
+
+def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The blocks that these requests hold, as (first, how many), in order. Who does not run holds none."""
+    held: set[int] = set()
+    for request_id in request_ids:
+        request = scheduler.get(request_id)
+        if request is not None:
+            held.update(request.block_table)
+    ranges: list[tuple[int, int]] = []
+    for block_id in sorted(held):
+        if ranges and block_id == sum(ranges[-1]):
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
+        else:
+            ranges.append((block_id, 1))
+    return tuple(ranges)
 
 
 def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:

@@ -32,8 +32,10 @@ from quire.engine.wire import (
     DropBlocks,
     Explain,
     Explained,
+    FindHeld,
     GetBlocks,
     GetStats,
+    HeldFound,
     PinCache,
     Ready,
     Stats,
@@ -212,6 +214,14 @@ class EngineClient:
         if answer.view is None:
             raise InvalidRequest(answer.error or "no such blocks")
         return answer.view
+
+    async def find_held(self, request_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The blocks that these requests hold, as (first, how many)."""
+        if (link := self._serving_link()) is None:
+            return ()
+        answer = await link.ask(FindHeld(next(self._ids), request_ids))
+        assert isinstance(answer, HeldFound)
+        return answer.ranges
 
     def drop_blocks(self) -> None:
         """Nobody looks at the map any more."""

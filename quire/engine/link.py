@@ -27,6 +27,7 @@ from quire.engine.wire import (
     Finish,
     FromWorker,
     GetStats,
+    HeldFound,
     Load,
     Loading,
     Query,
@@ -180,7 +181,7 @@ class Link:
             case Stats(query_id=query_id) if query_id == PROBE_ID:
                 self._is_probing = False
                 self._watch()
-            case Explained() | Stats() | Blocks() | BlocksViewed() | CacheAnswer():
+            case Explained() | Stats() | Blocks() | BlocksViewed() | HeldFound() | CacheAnswer():
                 if (query := self._queries.get(message.query_id)) is not None and not query.done():
                     query.set_result(message)
             case Failed(kind=kind, message=text):

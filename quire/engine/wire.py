@@ -80,6 +80,13 @@ class ViewBlocks(msgspec.Struct, tag="view_blocks", frozen=True):
     count: int
 
 
+class FindHeld(msgspec.Struct, tag="find_held", frozen=True):
+    """Which blocks do these requests hold?"""
+
+    query_id: int
+    request_ids: tuple[int, ...]
+
+
 class DropBlocks(msgspec.Struct, tag="drop_blocks", frozen=True):
     """Nobody looks at the map any more."""
 
@@ -227,6 +234,11 @@ class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):
     error: str | None = None
 
 
+class HeldFound(msgspec.Struct, tag="held_found", frozen=True):
+    query_id: int
+    ranges: tuple[tuple[int, int], ...]  # first block, how many
+
+
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """The last message of a worker that cannot go on."""
 
@@ -234,9 +246,9 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-Query = Explain | GetStats | GetBlocks | ViewBlocks | ClearCache | PinCache | UnpinCache
+Query = Explain | GetStats | GetBlocks | ViewBlocks | FindHeld | ClearCache | PinCache | UnpinCache
 ToWorker = Load | Add | Cancel | Finish | DropBlocks | Query
-Answer = Explained | Stats | Blocks | BlocksViewed | CacheAnswer
+Answer = Explained | Stats | Blocks | BlocksViewed | HeldFound | CacheAnswer
 FromWorker = Loading | Ready | Begun | Stepped | Working | Refused | Answer | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from quire.core.block_map import BlockMap, view_blocks
+from quire.core.block_map import BlockMap, held_ranges, view_blocks
 from quire.core.check import check_scheduler
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
@@ -42,9 +42,11 @@ from quire.engine.wire import (
     Explain,
     Explained,
     Failed,
+    FindHeld,
     Finish,
     GetBlocks,
     GetStats,
+    HeldFound,
     Load,
     Loading,
     PinCache,
@@ -134,6 +136,7 @@ class Worker:
             GetStats: self._stats,
             GetBlocks: self._blocks,
             ViewBlocks: self._view_blocks,
+            FindHeld: self._find_held,
             DropBlocks: self._drop_blocks,
             ClearCache: self._clear_cache,
             PinCache: self._pin,
@@ -345,6 +348,10 @@ class Worker:
             self._channel.send(BlocksViewed(message.query_id, view))
         except QuireError as error:
             self._channel.send(BlocksViewed(message.query_id, None, str(error)))
+
+    def _find_held(self, message: FindHeld) -> None:
+        found = held_ranges(self._engine.scheduler, message.request_ids)
+        self._channel.send(HeldFound(message.query_id, found))
 
     def _drop_blocks(self, _: DropBlocks) -> None:
         if self._map is not None:

@@ -39,8 +39,8 @@ from quire.server.openai.types import (
 )
 from quire.server.page import page, page_file
 from quire.server.schema import openapi
-from quire.server.watch import BlocksQuery, Watch, WatchQuery, watch, watch_blocks
-from quire.server.watch_view import BlocksAnswer, WatchSnapshot
+from quire.server.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
+from quire.server.watch_view import BlocksAnswer, HeldAnswer, WatchSnapshot
 
 
 class Access(Enum):
@@ -155,6 +155,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET", "/v1/watch/blocks", watch_blocks, "Who holds these blocks.", answer=BlocksAnswer, query=BlocksQuery,
     ),
+    Endpoint("GET", "/v1/watch/held", watch_held, "Which blocks a request holds.", answer=HeldAnswer, query=HeldQuery),
     Endpoint("GET", "/", page, "The page: what the machine does, to look at.", access=Access.PUBLIC),
     Endpoint("GET", "/page/{name}", page_file, "A part of it.", access=Access.PUBLIC),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.models import Model, Models
 from quire.server.service import Service
-from quire.server.watch_view import Glance, Rates, WatchSnapshot, blocks_answer
+from quire.server.watch_view import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
 from quire.server.work import Work
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ class BlocksQuery(msgspec.Struct, frozen=True):
     model: Annotated[str | None, Meta(description="By default the first.")] = None
 
 
+class HeldQuery(msgspec.Struct, frozen=True):
+    id: Annotated[str, Meta(max_length=64, description="Of the request, as in the x-request-id of its answer.")]
+    model: Annotated[str | None, Meta(description="By default the first.")] = None
+
+
 async def watch(call: Call) -> Response:
     query = parse_query(call, WatchQuery)
     if call.request.method == "HEAD":
@@ -73,6 +78,18 @@ async def watch_blocks(call: Call) -> Response:
     if found is None or model.service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
     return call.json(blocks_answer(model.name, found, tuple(model.service.works), call.key))
+
+
+async def watch_held(call: Call) -> Response:
+    """Which blocks a request holds: asked when somebody points at it."""
+    query = parse_query(call, HeldQuery)
+    model = call.models.find(query.model)
+    works = () if model.service is None else model.service.works
+    work = next((one for one in works if one.request_id == query.id and is_shown(one, call.key)), None)
+    if work is None or model.service is None:
+        raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
+    ids = tuple(request_id for generation in work.generations for request_id in generation.request_ids)
+    return call.json(HeldAnswer(model.name, work.request_id, await model.service.client.find_held(ids)))
 
 
 def parse_query(call: Call, kind: type[Q]) -> Q:

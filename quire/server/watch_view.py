@@ -152,6 +152,14 @@ class BlocksAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_other_holders: Annotated[int, Meta(description="Requests of other keys.")]
 
 
+class HeldAnswer(msgspec.Struct, frozen=True):
+    """The blocks that one request holds."""
+
+    model: str
+    id: str
+    ranges: Annotated[tuple[tuple[int, int], ...], Meta(description="First block, and how many from there on.")]
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     prefill_tokens_per_s: float = 0.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from quire.core.block_map import BlockMap, BlockState, CellRun, view_blocks
+from quire.core.block_map import BlockMap, BlockState, CellRun, held_ranges, view_blocks
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import Request
 from quire.errors import InvalidRequest
@@ -168,8 +168,15 @@ def test_blocks_tell_who_holds_them() -> None:
     every = view_blocks(rig.scheduler, 1, 32)
     assert sum(every.states) == every.num_blocks == 32
     assert dict(every.requests) == {1: len(first.block_table), 2: len(second.block_table)}
+    for request in (first, second):
+        ranges = held_ranges(rig.scheduler, [request.request_id])
+        assert [b for start, size in ranges for b in range(start, start + size)] == sorted(request.block_table)
+    together = held_ranges(rig.scheduler, [1, 2, 77])
+    assert sum(size for _, size in together) == every.states[IN_USE] + every.states[SHARED]
+    assert len(together) <= 2  # neighbours are one range
     rig.cache.pin("mine", list(range(8)), "", 10)
     rig.run()
+    assert held_ranges(rig.scheduler, [1, 2]) == ()
     kept = view_blocks(rig.scheduler, 1, 32)
     assert kept.states[PINNED] == 2
     assert kept.num_pins == 1

@@ -157,7 +157,13 @@ def eight_siblings(browser: Browser) -> None:
     assert count(browser, "shared") > 10
     point_at_shared(browser)
     browser.wait("the pointer tells who holds it", lambda: "8 references" in browser.text("#detail"))
-    assert re.search(r"Block \d+: shared · 32 tokens · 8 references\. Held by req_\w+ \xd78", browser.text("#detail"))
+    unpoint = "document.getElementById('map').dispatchEvent(new PointerEvent('pointerleave', { pointerType: 'mouse' }))"
+    found = browser.text("#detail")
+    browser.run(unpoint)
+    assert re.search(r"Block \d+: shared · 32 tokens · 8 references\. Held by req_\w+ \xd78", found)
+    browser.run("document.querySelector('#requests tr').focus()")
+    browser.wait("its blocks are marked", lambda: re.match(r"req_\w+ holds \d+ blocks\.", browser.text("#detail")))
+    browser.run("document.querySelector('#requests tr').blur()")
     browser.wait("the bill", lambda: "were computed" in browser.text("#log"), 90)
     bill = re.search(
         r"8 \xd7 ([\d,]+) = ([\d,]+) prompt tokens were asked for\.([\d,]+) were computed, ([\d,]+) shared",

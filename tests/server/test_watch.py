@@ -146,6 +146,9 @@ def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None
         assert view.counts.shared == 1
         assert {one.id for one in view.holders} == {first.id, second.id}
         assert (view.max_holders, view.num_tokens, view.num_other_holders) == (2, 32, 0)
+        held = server.get(f"/v1/watch/held?id={first.id}").json
+        assert any(start <= position < start + size for start, size in held["ranges"])
+        assert sum(size for _, size in held["ranges"]) >= first.num_blocks
     server.wait_free()
     assert snapshot(server).models[0].engine.requests == []  # type: ignore[union-attr]
 
@@ -228,6 +231,8 @@ def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> No
         ("/v1/watch?interval_ms=soon", "interval_ms = 'soon'"),
         ("/v1/watch?once=perhaps", "once = 'perhaps'"),
         ("/v1/watch/blocks", "first"),
+        ("/v1/watch/held", "id"),
+        ("/v1/watch/held?id=" + "x" * 65, "id = 'xxx"),
         ("/v1/watch/blocks?first=0", "first = '0'"),
         ("/v1/watch/blocks?first=1&count=5000", "count = '5000'"),
         ("/v1/watch/blocks?first=399&count=2", "are not among 1 to 399"),
@@ -277,6 +282,9 @@ def test_a_key_sees_its_own_requests_and_counts_the_others(locked: Server) -> No
         assert seen["num_other_holders"] == 1
         assert other.id not in json.dumps(seen)
         assert len(locked.get(path).json["holders"]) == 2
+        for key, status in ((ALICE, 404), (BOB, 200), (ROOT, 200)):
+            held = locked.get(f"/v1/watch/held?id={other.id}", headers={"authorization": f"Bearer {key}"})
+            assert held.status == status
 
 
 def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:

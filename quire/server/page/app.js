@@ -1,10 +1,11 @@
 // The page: reads v1/watch and shows it. Watches only while it can be seen, and comes back by itself.
 import { showBlocks } from "./blocks.js";
 import { useModel } from "./chat.js";
-import { byId, make, num, plural, seconds, setText, short } from "./dom.js";
+import { byId, make, seconds, setText } from "./dom.js";
 import { showFigures } from "./figures.js";
 import { showModels } from "./models.js";
 import { ask, events, getKey, setKey } from "./net.js";
+import { showRequests } from "./requests.js";
 
 const INTERVAL_MS = 500;
 const MAX_PAUSE_MS = 5000;
@@ -44,27 +45,6 @@ const showTabs = (models, current) => {
     }));
   }
   [...box.children].forEach((button, i) => button.setAttribute("aria-pressed", String(names[i] === current)));
-};
-
-const showTiers = (tiers) => {
-  byId("tiers").replaceChildren(...tiers.map((one) => make("li", { class: one.num_waiting ? "some" : "" },
-    one.tier + " ", make("b", {}, num(one.num_waiting)), one.num_waiting ? " oldest " + seconds(one.oldest_age_s) : "")));
-};
-
-const row = (one) => {
-  const cells = [num(one.prompt_tokens), num(one.cached_tokens), num(one.completion_tokens), short(one.tokens_per_s), num(one.num_blocks), seconds(one.age_s)];
-  const name = one.num_samples > 1 ? one.id + " ×" + one.num_samples : one.id;
-  return make("tr", { class: one.is_running ? "running" : "waiting" },
-    make("th", { scope: "row", title: one.endpoint + ", key " + one.key }, name),
-    make("td", {}, one.is_running ? one.tier : one.tier + ", waits"), ...cells.map((text) => make("td", { class: "n" }, text)));
-};
-
-const showRequests = (engine) => {
-  const found = engine ? engine.requests : [];
-  byId("requests").replaceChildren(...found.map(row));
-  const more = engine && engine.num_other_requests ? plural(engine.num_other_requests, "request") + " more, of other keys or further back." : "";
-  setText(byId("requests-note"), more || (found.length ? "" : "Nothing runs, and nothing waits."));
-  showTiers(engine ? engine.tiers : []);
 };
 
 const show = () => {

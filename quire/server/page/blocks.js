@@ -10,6 +10,7 @@ const STATES = [
   ["free", "free", "contents worthless"],
 ];
 const GAP = 1;
+const FADED = 0.25; // what is not held by the request that is pointed at
 const LOOK_MS = 150; // between two questions about what is under the pointer
 
 const canvas = byId("map");
@@ -21,6 +22,8 @@ let place = { pitch: 10, columns: 1 };
 let pointed = -1; // the cell that is looked at; -1: none
 let timer = 0;
 let asking = false;
+let marked = null; // the id of a request
+let held = new Set(); // cells with blocks of it
 
 const expand = (found) => {
   const all = [];
@@ -63,6 +66,7 @@ const draw = () => {
   const side = pitch - GAP;
   cells.forEach((cell, index) => {
     const x = (index % columns) * pitch;
+    paint.globalAlpha = marked === null || held.has(index) ? 1 : FADED;
     let y = Math.floor(index / columns) * pitch + side; // filled from below
     for (const [state] of STATES) {
       const height = (side * cell[state]) / cell.size;
@@ -72,6 +76,7 @@ const draw = () => {
       y -= height;
     }
   });
+  paint.globalAlpha = 1;
   if (pointed >= 0 && pointed < cells.length) {
     paint.strokeStyle = getComputedStyle(canvas).getPropertyValue("--ink");
     paint.lineWidth = 2;
@@ -120,6 +125,37 @@ const point = (cell) => {
   else timer = setTimeout(look, LOOK_MS);
 };
 
+const findHeld = async () => {
+  const id = marked;
+  let ranges = [];
+  try {
+    ranges = (await (await ask("v1/watch/held?" + new URLSearchParams({ model, id }))).json()).ranges;
+  } catch {
+    // it has just ended, and holds nothing
+  }
+  if (id !== marked || !blocks) return;
+  held = new Set();
+  let count = 0;
+  for (const [first, size] of ranges) {
+    count += size;
+    for (let block = first; block < first + size; block += 1) held.add(Math.floor((block - 1) / blocks.blocks_per_cell));
+  }
+  draw();
+  if (pointed < 0) setText(detail, id + " holds " + plural(count, "block") + ".");
+};
+
+// Show the blocks of this request and fade the others; null: show all alike.
+export const markRequest = (id) => {
+  marked = id;
+  held = new Set();
+  if (id === null) {
+    draw();
+    setText(detail, hint());
+  } else {
+    findHeld();
+  }
+};
+
 const cellAt = (event) => {
   const box = canvas.getBoundingClientRect();
   const column = Math.floor((event.clientX - box.left) / place.pitch);
@@ -151,6 +187,7 @@ export const showBlocks = (name, found) => {
   const label = STATES.map(([state, word]) => num(found.counts[state]) + " " + word).join(", ");
   canvas.setAttribute("aria-label", "Block map: " + label);
   if (pointed >= 0) look();
+  else if (marked !== null) findHeld();
   else setText(detail, hint());
 };
 
