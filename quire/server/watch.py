@@ -157,6 +157,8 @@ class Watch:
                 is_admin=key.is_admin,
                 is_draining=any(one.service is not None and one.service.is_draining for one in self._glances),
                 num_watchers=len(self._watchers),
+                held_bytes=self._models.manager.num_bytes,
+                budget_bytes=self._models.manager.budget_bytes,
                 models=[glance.view(key) for glance in self._glances],
             )
             self._views[key.name] = msgspec.json.encode(snapshot)

@@ -130,6 +130,8 @@ class WatchSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     is_admin: bool
     is_draining: bool
     num_watchers: int
+    held_bytes: Annotated[int, Meta(description="Weights and KV of all models that are loaded.")]
+    budget_bytes: Annotated[int | None, Meta(description="What they may hold; null: no bound.")]
     models: list[WatchedModel]
 
 

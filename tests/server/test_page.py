@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -225,6 +226,41 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tiny_model: P
         refused = [text for text in browser.complaints() if "401" not in text]  # the browser itself says so of a 401
         assert refused == []
         browser.run("sessionStorage.clear()")
+
+
+@needs_browser
+def test_several_models_are_loaded_pinned_and_unloaded(browser: Browser, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "second")
+    with serving(str(tiny_model), str(tmp_path / "second"), *FAKE) as server:
+
+        def press(name: str) -> None:
+            browser.wait(
+                name,
+                lambda: browser.run(f"return document.querySelector('[aria-label=\"{name}\"]').offsetParent !== null"),
+            )
+            browser.click(f"[aria-label='{name}']")
+
+        def badge() -> str:
+            return str(browser.run("return document.querySelectorAll('#models .badge')[1].textContent"))
+
+        browser.open(server.url)
+        browser.wait("both are there", lambda: browser.text("#tabs") == "tinysecond")
+        browser.click("#tabs button:nth-child(2)")
+        browser.wait("the second is not loaded", lambda: browser.text("#state") == "unloaded")
+        assert count(browser, "free") == 0  # and has no blocks to show
+        press("Load second")
+        browser.wait("it is", lambda: badge() == "ready" and browser.text("#state") == "ready")
+        browser.wait("with its blocks", lambda: count(browser, "free") == 399)
+        assert re.search(r"held of .* for all models", browser.text("#memory"))
+        press("Pin second")
+        browser.wait("it is pinned", lambda: badge() == "ready, pinned")
+        press("Unload second")
+        browser.wait("what is pinned stays", lambda: "unpin it first" in browser.text("#models"))
+        press("Unpin second")
+        browser.wait("it is not pinned", lambda: badge() == "ready")
+        press("Unload second")
+        browser.wait("it goes", lambda: badge() == "unloaded")
+        assert [text for text in browser.complaints() if "400" not in text] == []
 
 
 @needs_browser

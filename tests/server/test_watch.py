@@ -19,9 +19,10 @@ import pytest
 
 from quire.core.request import Priority
 from quire.engine.engine import EngineOutput
+from quire.engine.manager import Manager
 from quire.engine.wire import Stepped
 from quire.server.auth import LOCAL
-from quire.server.models import Models
+from quire.server.models import Model, Models
 from quire.server.pulse import MAX_RECENT, Pulse
 from quire.server.records import RequestRecord
 from quire.server.watch import MAX_WATCHERS, Watch, WatchStream
@@ -102,6 +103,8 @@ def test_an_idle_server_says_so(server: Server) -> None:
     server.wait_free()
     found = snapshot(server)
     assert (found.key, found.is_admin, found.is_draining) == ("local", True, False)
+    assert found.held_bytes > 0
+    assert found.budget_bytes is None  # a single model takes what it thinks best
     (model,) = found.models
     assert (model.state, model.num_waiting) == ("ready", 0)
     engine = model.engine
@@ -347,9 +350,13 @@ def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
 # Without a server
 
 
+class NoModels(list[Model]):
+    manager = Manager([], None)
+
+
 def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> None:
     async def work() -> None:
-        watch = Watch(cast(Models, []))
+        watch = Watch(cast(Models, NoModels()))
         sent: list[WatchSnapshot] = []
         is_read = asyncio.Event()
 

@@ -65,6 +65,6 @@ export const showModels = (snapshot) => {
   const nodes = snapshot.models.map((one) => showModel(one, snapshot.is_admin));
   const list = byId("models");
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) list.replaceChildren(...nodes);
-  const held = snapshot.models.filter((one) => one.engine).reduce((sum, one) => sum + one.engine.weight_bytes + one.engine.kv_bytes, 0);
-  setText(byId("memory"), held ? bytes(held) + " held" : "");
+  const budget = snapshot.budget_bytes === null ? "" : " of " + bytes(snapshot.budget_bytes) + " for all models";
+  setText(byId("memory"), bytes(snapshot.held_bytes) + " held" + budget);
 };
