@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
+MAX_DIGITS = 30
 NUM_THREADS = 2
 STACK_BYTES = 16 << 20  # of those threads: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # one to two kB each
     "verbose_errors": False,  # they would hold the answer so far
 }
+
+_QUOTE, _BACKSLASH, _DIGITS = ord('"'), ord("\\"), frozenset(b"0123456789")
 
 
 class Grammars:
@@ -122,14 +125,50 @@ def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int,
 class Compiled:
     """A grammar before the first token."""
 
-    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
+    def __init__(self, start: llguidance.LLMatcher, words: Words, num_bytes: int, *, is_json: bool) -> None:
         self._start = start
-        self._mask_bytes = mask_bytes
+        self._words = words
+        self._is_json = is_json
         self.num_bytes = num_bytes  # of memory, about
 
     def matcher(self) -> Matcher:
         """For one answer."""
-        return _LLMatcher(self._start.deep_copy(), self._mask_bytes)
+        matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes)
+        return EndingNumbers(matcher, self._words) if self._is_json else matcher
+
+
+class EndingNumbers:
+    """Answers in JSON, in which no number goes on for ever: small models fall into a rut of digits.
+
+    After `MAX_DIGITS` in a row, outside strings, another is forbidden where anything else is allowed. A double keeps
+    seventeen, so what cannot be said any more is nearly nothing, and every answer still matches its schema.
+    """
+
+    __slots__ = ("_is_escaped", "_is_string", "_matcher", "_num_digits", "_words")
+
+    def __init__(self, matcher: Matcher, words: Words) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._is_string = self._is_escaped = False
+        self._num_digits = 0  # in a row, up to now
+
+    def mask(self) -> bytes:
+        mask = self._matcher.mask()
+        if self._num_digits < MAX_DIGITS:
+            return mask
+        others = int.from_bytes(mask, "little") & ~self._words.digit_bits
+        return others.to_bytes(len(mask), "little") if others else mask
+
+    def consume(self, token: int) -> bool:
+        for byte in self._words.tokens[token]:
+            if self._is_string:
+                is_end = byte == _QUOTE and not self._is_escaped
+                self._is_escaped = byte == _BACKSLASH and not self._is_escaped
+                self._is_string = not is_end
+            else:
+                self._is_string = byte == _QUOTE
+                self._num_digits = self._num_digits + 1 if byte in _DIGITS else 0
+        return self._matcher.consume(token)
 
 
 class _LLMatcher:
@@ -167,12 +206,18 @@ def _panics_told() -> Iterator[None]:
         raise GrammarFailed(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
-class _Words:
-    """A vocabulary as llguidance asks for it."""
+class Words:
+    """A vocabulary as llguidance asks for it, and what we want to know of it ourselves."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self._tokenizer = tokenizer
         self.tokens = vocabulary.tokens
+        self.mask_bytes = -(-len(self.tokens) // 8)
+        bits = bytearray(self.mask_bytes)
+        for token_id, token in enumerate(self.tokens):
+            if token[:1].isdigit():
+                bits[token_id // 8] |= 1 << token_id % 8
+        self.digit_bits = int.from_bytes(bits, "little")  # tokens that begin with a digit, as in a mask
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = vocabulary.special_token_ids
@@ -198,13 +243,13 @@ class _Compiler:
             special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
         )
         self._library = llguidance
+        self._words = Words(tokenizer, vocabulary)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Words(tokenizer, vocabulary)),
+            llguidance.TokenizerWrapper(self._words),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
         )
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._mask_bytes = -(-vocab_size // 8)
         self._trial = GrammarTrial(vocabulary, LIMITS)
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -216,7 +261,8 @@ class _Compiler:
                 raise InvalidRequest(f"grammar: {tell(start.get_error())}")
             start.compute_bitmask()  # what it computes, the copies need not
         # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
-        return Compiled(start, self._mask_bytes, (128 << 10) + 50 * len(grammar.source))
+        num_bytes = (128 << 10) + 50 * len(grammar.source)
+        return Compiled(start, self._words, num_bytes, is_json=grammar.kind is GrammarKind.JSON_SCHEMA)
 
     def close(self) -> None:
         self._trial.close()

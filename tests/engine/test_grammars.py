@@ -18,7 +18,8 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine import grammars as grammars_module
 from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
-from quire.engine.grammars import Grammars, open_grammars
+from quire.engine.grammar_trial import Vocabulary
+from quire.engine.grammars import EndingNumbers, Grammars, Words, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -26,6 +27,7 @@ from quire.engine.wire import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
     Grammar,
+    GrammarKind,
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -165,6 +167,44 @@ def test_a_grammar_that_is_being_compiled_is_not_compiled_again(grammars: Gramma
     jobs = {id(grammars.submit(grammar)) for _ in range(5)}
     assert len(jobs) == 1
     assert grammars.compile(grammar) is grammars.find(grammar)
+
+
+@pytest.mark.parametrize(
+    ("start", "schema"),
+    [("", {"type": "number"}), ("0.", {"type": "number"}), ('["1\\"", ', {"type": "array"})],
+)
+def test_numbers_come_to_an_end(grammars: Grammars, tokenizer: Tokenizer, start: str, schema: dict[str, Any]) -> None:
+    matcher = grammars.compile(json_schema_grammar(schema)).matcher()
+    for token in tokenizer.encode_plain(start, at_start=False):
+        matcher.consume(token)
+    digits = {tokenizer.encode_plain(digit, at_start=False)[0] for digit in "123456789"}
+    for _ in range(grammars_module.MAX_DIGITS):
+        assert digits <= allowed(matcher.mask())
+        matcher.consume(min(digits))
+    assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.mask()))
+    assert allowed(matcher.mask())
+
+
+def test_digits_in_a_string_are_not_counted(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    text = '{"a\\"": "' + "1" * 60 + '\\\\"}'
+    assert follows(grammars, tokenizer, json_schema_grammar({"type": "object"}), text)
+
+
+def test_a_digit_is_allowed_where_nothing_else_is(tokenizer: Tokenizer) -> None:
+    one = tokenizer.encode_plain("1", at_start=False)[0]
+
+    class OnlyOne:
+        def mask(self) -> bytes:
+            return (1 << one).to_bytes(-(-tokenizer.vocab_size // 8), "little")
+
+        def consume(self, token: int) -> bool:
+            return token != one
+
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    matcher = EndingNumbers(OnlyOne(), Words(tokenizer, Vocabulary(tokens, (2,), ())))
+    for _ in range(60):
+        assert allowed(matcher.mask()) == {one}
+        matcher.consume(one)
 
 
 def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:
