@@ -19,6 +19,7 @@ from quire.server.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.anthropic.parsing import (
     TTL_S,
     conversation,
+    grammar_of,
     input_schema_field,
     shape_field,
     shows_thoughts,
@@ -71,6 +72,7 @@ async def count_tokens(call: Call) -> Response:
     """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
     body = await call.body(CountTokensRequest)
     refuse_unsupported(body)
+    grammar_of(body)  # a body that would be refused is not counted either
     chat, _ = conversation(body)
     service = await call.use(body.model)
     return call.json(TokenCount(len(await service.encode(chat))))

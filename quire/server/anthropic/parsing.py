@@ -268,7 +268,7 @@ def _text(block: Block, path: str) -> str:
     return _given(block.text, f"{path}.text")
 
 
-def _grammar(body: MessagesRequest) -> Grammar | None:
+def grammar_of(body: CountTokensRequest) -> Grammar | None:
     config = body.output_config
     given = body.output_format if config is None or config.format is None else config.format
     path = shape_field(body)
@@ -299,7 +299,7 @@ def _params(body: MessagesRequest) -> GenerationParams:
             max_tokens=body.max_tokens or 1,  # one is computed in any case; of 0, none is shown
             stop=tuple(body.stop_sequences or ()),
             ignore_eos=bool(body.ignore_eos),
-            grammar=_grammar(body),
+            grammar=grammar_of(body),
         )
     except InvalidRequest as error:
         text = str(error)
