@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import COMMANDS
+from quire.cli.main import COMMANDS, FILES
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,7 @@ def test_curl_runs_as_written(page: Path, address: str) -> None:
 
 def test_every_command_is_there() -> None:
     for name in COMMANDS:
-        command = getattr(importlib.import_module(f"quire.cli.{name}"), name)
+        command = getattr(importlib.import_module(f"quire.cli.{FILES.get(name, name)}"), name)
         assert command.__doc__
 
 
