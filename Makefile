@@ -16,7 +16,7 @@ JOBS   ?= auto
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint format sim equality precision bench sanitize clients clean
+.PHONY: help install serve test lint format sim equality precision structured bench sanitize clients clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -74,6 +74,9 @@ equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind
 
 precision: $(STAMP)  ## the native backend's distributions against fp32 of the same weights, at every position of a text
 	@$(BIN)/python -m tests.precision
+
+structured: $(STAMP)  ## the real model's answers in the shapes of 240 JSON schemas, judged by another library
+	@$(BIN)/python -m tests.structured
 
 bench: $(STAMP)  ## the core's cost per operation and per step; `quire bench` measures a model
 	$(BIN)/python benchmarks/core.py

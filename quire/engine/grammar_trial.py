@@ -75,7 +75,8 @@ class GrammarTrial:
     def _started(self) -> _Child:
         if self._is_closed:
             raise RequestFailed("grammar: the engine is closed")
-        if self._child is None:
+        if self._child is None or not self._child.is_alive():
+            self._drop()
             child = _Child()
             order = {
                 "tokens": [base64.b85encode(token).decode() for token in self._vocabulary.tokens],
@@ -128,6 +129,9 @@ class _Child:
         assert process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.close = weakref.finalize(self, _end, process)  # also when it is forgotten, and at exit
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, order: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """It reads whole lines before it does anything, so writing one cannot wait for it. Raises _NoAnswer."""

@@ -5,6 +5,7 @@ Knows nothing of requests and steps. A compiled grammar is kept and copied for e
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,8 @@ LIMITS: Mapping[str, Any] = {
     "verbose_errors": False,  # they would hold the answer so far
 }
 
+_DATA = ("const", "enum", "default", "examples")  # of a schema: what looks like one in there is none
+_LONGEST_TIMES = {"time": len("12:34:56.123456789+12:34"), "date-time": len("2026-01-23T12:34:56.123456789+12:34")}
 _QUOTE, _BACKSLASH, _DIGITS = ord('"'), ord("\\"), frozenset(b"0123456789")
 
 
@@ -135,6 +138,19 @@ class Compiled:
         """For one answer."""
         matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes)
         return EndingNumbers(matcher, self._words) if self._is_json else matcher
+
+
+def bound_times(schema: Any) -> Any:
+    """The schema, with fractions of seconds of at most nine digits: the format allows as many as one likes."""
+    if isinstance(schema, list):
+        return [bound_times(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {key: value if key in _DATA else bound_times(value) for key, value in schema.items()}
+    limit = _LONGEST_TIMES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if limit is not None and not (isinstance(known := schema.get("maxLength"), int) and known <= limit):
+        bounded["maxLength"] = limit
+    return bounded
 
 
 class EndingNumbers:
@@ -276,6 +292,6 @@ class _Compiler:
             return matcher.grammar_from_lark(grammar.source)
         options: Any = {**JSON_STYLE, "lenient": grammar.is_lenient, "coerce_one_of": grammar.is_lenient}
         try:
-            return matcher.grammar_from_json_schema(grammar.source, overrides=options)
+            return matcher.grammar_from_json_schema(bound_times(json.loads(grammar.source)), overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"grammar: {tell(str(error))}") from None

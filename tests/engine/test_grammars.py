@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.core.request import FinishReason, Priority, SamplingParams
@@ -19,7 +20,7 @@ from quire.engine import grammars as grammars_module
 from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
 from quire.engine.grammar_trial import Vocabulary
-from quire.engine.grammars import EndingNumbers, Grammars, Words, open_grammars
+from quire.engine.grammars import EndingNumbers, Grammars, Words, bound_times, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -27,7 +28,6 @@ from quire.engine.wire import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
     Grammar,
-    GrammarKind,
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -144,6 +144,14 @@ def test_what_takes_too_long_is_given_up_and_the_next_is_served(grammars: Gramma
     assert grammars.compile(regex_grammar("next")).matcher().mask()
 
 
+def test_a_child_that_was_killed_is_started_again(grammars: Grammars) -> None:
+    grammars.compile(regex_grammar("before"))
+    (child,) = [one for one in psutil.Process().children() if "grammar_child.py" in " ".join(one.cmdline())]
+    child.kill()
+    child.wait(10)
+    assert grammars.compile(regex_grammar("after")).matcher().mask()
+
+
 def test_compiled_grammars_are_kept_and_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MAX_COMPILED", 3)
     made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
@@ -183,6 +191,20 @@ def test_numbers_come_to_an_end(grammars: Grammars, tokenizer: Tokenizer, start:
         matcher.consume(min(digits))
     assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.mask()))
     assert allowed(matcher.mask())
+
+
+def test_times_have_nanoseconds_at_most(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "string", "format": "time"}
+    assert follows(grammars, tokenizer, json_schema_grammar(schema), '"12:34:56.123456789+01:00"')
+    assert not follows(grammars, tokenizer, json_schema_grammar(schema), '"12:34:56.' + "1" * 30 + 'Z"')
+
+
+def test_only_what_is_a_time_is_bounded() -> None:
+    kept = {"const": {"format": "time"}, "properties": {"format": {"type": "string"}}, "format": "date"}
+    assert bound_times(kept) == kept
+    assert bound_times({"anyOf": [{"format": "time", "maxLength": 9}, {"format": "date-time", "maxLength": 99}]}) == {
+        "anyOf": [{"format": "time", "maxLength": 9}, {"format": "date-time", "maxLength": 35}]
+    }
 
 
 def test_digits_in_a_string_are_not_counted(grammars: Grammars, tokenizer: Tokenizer) -> None:
