@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
 from typing import NamedTuple
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
@@ -19,6 +18,7 @@ from quire.core.scheduler import Scheduler
 from quire.errors import InvalidRequest
 
 FIRST_BLOCK = NULL_BLOCK_ID + 1
+MAX_KNOWN = 10_000  # contents of cells that are remembered
 
 
 class BlockState(IntEnum):
@@ -83,7 +83,8 @@ class BlockMap:
         self._states = bytearray(len(cache.pool.blocks))
         self._holders = [0] * len(cache.pool.blocks)
         self._counts = [[0] * len(BlockState) for _ in range(num_cells)]
-        self._cells = [(0, 0, 0, 0)] * num_cells  # what `runs` says of each
+        self._cells = [(0, 0, 0, 0)] * num_cells  # what `runs` says of each: equal ones are the same object
+        self._known = {cell: cell for cell in self._cells}
         self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
         self._by_holders: Counter[int] = Counter()
         self._next = FIRST_BLOCK  # all before it have been looked at
@@ -108,7 +109,15 @@ class BlockMap:
         return tuple(self._totals)
 
     def runs(self) -> tuple[CellRun, ...]:
-        return tuple(CellRun(len(list(same)), *cell) for cell, same in groupby(self._cells))
+        runs: list[CellRun] = []
+        last, num_cells = self._cells[0], 0
+        for cell in self._cells:
+            if cell is last:
+                num_cells += 1
+            else:
+                runs.append(CellRun(num_cells, *last))
+                last, num_cells = cell, 1
+        return (*runs, CellRun(num_cells, *last))
 
     def update(self, max_blocks: int) -> None:
         """Look at so many blocks at most: those that changed first."""
@@ -122,9 +131,13 @@ class BlockMap:
         end = min(self._next + max_blocks - len(todo), len(self._states))
         todo += range(self._next, end)
         self._next = end
-        for cell in self._look(todo):
-            _, *counts = self._counts[cell]
-            self._cells[cell] = (counts[0], counts[1], counts[2], counts[3])
+        if len(self._known) > MAX_KNOWN:
+            self._known = {cell: cell for cell in self._cells}
+        known = self._known
+        for index in self._look(todo):
+            _, cached, in_use, shared, pinned = self._counts[index]
+            cell = cached, in_use, shared, pinned
+            self._cells[index] = known.setdefault(cell, cell)
 
     def _look(self, block_ids: list[int]) -> set[int]:
         """Returns the cells that are not what they were."""

@@ -68,7 +68,7 @@ AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
 WARM_UP_TOKENS = 8
-MAX_LOOKED_AT = 1000  # blocks for one answer of the map: under half a millisecond
+MAX_LOOKED_AT = 500  # blocks for one answer of the map, which takes one to two milliseconds then
 
 log = logging.getLogger(__name__)
 

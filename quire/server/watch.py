@@ -35,7 +35,7 @@ MAX_CELLS = 2000  # of a map: more than a screen shows
 MAX_VIEWED = 4096  # blocks looked at closely
 PATIENCE_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
 ONCE_PATIENCE_S = 2.0
-MAX_ASKS = 128  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
+MAX_ASKS = 256  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 log = logging.getLogger(__name__)

@@ -182,7 +182,10 @@ def point_at_shared(browser: Browser) -> None:
     const canvas = document.getElementById("map");
     const colour = getComputedStyle(document.querySelector(".swatch.shared")).backgroundColor;
     const shared = colour.match(/\\d+/g).map(Number);
-    const paint = canvas.getContext("2d");
+    const copy = document.createElement("canvas");
+    Object.assign(copy, { width: canvas.width, height: canvas.height });
+    const paint = copy.getContext("2d", { willReadFrequently: true });
+    paint.drawImage(canvas, 0, 0);
     const { data, width } = paint.getImageData(0, 0, canvas.width, canvas.height);
     const box = canvas.getBoundingClientRect();
     for (let at = 0; at < data.length; at += 4) {
