@@ -120,7 +120,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
     if not isinstance(entry, dict):
         raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
     given = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    known = {"model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", *ENGINE_FIELDS}
+    known = {"model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format", *ENGINE_FIELDS}
     for field in given:
         if field not in known:
             raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
@@ -146,6 +146,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
             is_preloaded=_flag(given, "preload"),
             idle_unload_s=idle_s,
             priority=priority_of(tier),
+            tool_format=_text(given, "tool_format"),
         )
 
 

@@ -12,6 +12,7 @@ from quire.core.request import Priority
 from quire.engine.build import EngineConfig
 from quire.engine.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
+from quire.text.tool_formats import find_tool_format
 
 COMPAT = ("vllm",)
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -35,8 +36,11 @@ class ModelConfig:
     is_preloaded: bool = False  # at the start, as the first one is
     idle_unload_s: float | None = None
     priority: Priority | None = None  # of requests that ask for none; None: their key's
+    tool_format: str | None = None  # how it writes calls of tools; None: as its template shows
 
     def __post_init__(self) -> None:
+        if self.tool_format is not None:
+            find_tool_format(None, self.tool_format)  # refuses what is none
         if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
             raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
         if self.idle_unload_s is not None:

@@ -137,7 +137,7 @@ class Model:
         engine = config.engine
         if kv_bytes is not None and engine.num_blocks is None:
             engine = replace(engine, kv_bytes=kv_bytes)
-        opening = partial(ModelText.open, config.path, self.root, engine.load_format)
+        opening = partial(ModelText.open, config.path, self.root, engine.load_format, config.tool_format)
         text = await asyncio.get_running_loop().run_in_executor(self._shared.opener, opening)
         self.open_s = time.monotonic() - began_s
 
