@@ -427,6 +427,8 @@ class Manager:
         try:
             await seat.model.unload()
             log.info("%s is unloaded: %s are free again", seat.name, _size(seat.num_bytes))
+        except Exception:
+            log.exception("unloading %s failed", seat.name)  # its process is gone all the same, or ends with this one
         finally:
             seat.num_unloads += 1
             seat.num_bytes, seat.is_loaded = 0, False

@@ -36,6 +36,7 @@ from quire.weights.opening import open_checkpoint
 
 KV_ELEMENT_BYTES = 4  # as the CPU keeps it; an estimate, until a worker says what its pool takes
 LAST_STATS_S = 1.0  # for a worker that is about to be closed
+LAST_WORK_S = 5.0  # for what has no lease, or was cut
 
 __all__ = ["Model", "ModelState", "Models", "Shared"]
 
@@ -193,7 +194,8 @@ class Model:
         supervising, self._supervising = self._supervising, None
         if service is None or supervising is None:
             return
-        await service.wait_idle()
+        with suppress(TimeoutError):  # of a question that is still being tokenised, or a client that does not read
+            await asyncio.wait_for(service.wait_idle(), LAST_WORK_S)
         await _end(supervising)
         with suppress(TimeoutError, QuireError):
             stats = await asyncio.wait_for(service.client.stats(), LAST_STATS_S)

@@ -454,6 +454,20 @@ def test_unload_by_force_ends_a_load() -> None:
     run(test)
 
 
+def test_an_unload_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        rig = Rig("ab", 40)
+
+        async def fail() -> None:
+            raise RuntimeError("bug")
+
+        monkeypatch.setattr(rig.models["a"], "unload", fail)
+        await rig.touch("a", "b", "a")
+        assert rig.states() == "a:ready b:unloaded"
+
+    run(test)
+
+
 def test_loading_without_a_request() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
