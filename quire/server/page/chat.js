@@ -98,7 +98,7 @@ const send = async (text) => {
 
 // Words in an order nobody has seen: the cache has nothing of it.
 const newPrompt = () => {
-  const numWords = Math.max(24, Math.min(400, Math.floor(maxContext / 6)));
+  const numWords = Math.max(24, Math.min(250, Math.floor(maxContext / 6)));
   const words = Array.from({ length: numWords }, () => WORDS[Math.floor(Math.random() * WORDS.length)]);
   return "A story with some of these words, in any order: " + words.join(", ") + ".\n\n";
 };
