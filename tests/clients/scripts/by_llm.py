@@ -12,7 +12,8 @@ from pathlib import Path
 
 import checks
 
-FOLDER = Path(tempfile.mkdtemp(prefix="llm-"))
+_KEPT = tempfile.TemporaryDirectory(prefix="llm-")  # until this ends
+FOLDER = Path(_KEPT.name)
 FUNCTION = """
 def get_weather(city: str) -> str:
     "The weather of a city."
