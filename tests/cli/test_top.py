@@ -108,6 +108,8 @@ def snapshot(*models: WatchedModel, is_draining: bool = False) -> dict[str, Any]
         is_admin=True,
         is_draining=is_draining,
         num_watchers=1,
+        held_bytes=3 << 30,
+        budget_bytes=None,
         models=list(models),
     )
     found = json.loads(msgspec.json.encode(whole))

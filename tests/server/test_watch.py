@@ -352,6 +352,7 @@ def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
 
 class NoModels(list[Model]):
     manager = Manager([], None)
+    is_draining = False
 
 
 def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> None:
