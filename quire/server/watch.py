@@ -155,7 +155,7 @@ class Watch:
                 interval_ms=round(self._took_s * 1000),
                 key=key.name,
                 is_admin=key.is_admin,
-                is_draining=any(one.service is not None and one.service.is_draining for one in self._glances),
+                is_draining=self._models.is_draining,
                 num_watchers=len(self._watchers),
                 held_bytes=self._models.manager.num_bytes,
                 budget_bytes=self._models.manager.budget_bytes,
