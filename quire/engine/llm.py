@@ -79,9 +79,9 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Answer each conversation through the model's chat template. A string is one message of a user."""
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
-        chats = [(as_chat(one), chosen) for one, chosen in _pair(todo, params)]
         requests = [
-            self.text.request(self.text.encode_chat(chat, self.max_context), chosen, chat=chat) for chat, chosen in chats
+            self.text.request(self.text.encode_chat(chat, self.max_context), chosen, chat=chat)
+            for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
         return self._run(requests, on_output)
 

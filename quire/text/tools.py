@@ -15,6 +15,7 @@ from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128
 MAX_CALL_ID_CHARS = 256
+MAX_ARGUMENTS_DEPTH = 64
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -89,6 +90,19 @@ def check_call(call: ToolCall, path: str) -> None:
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{path}.arguments is not a JSON object")
+    if not _is_shallow(arguments):
+        raise InvalidRequest(f"{path}.arguments is nested more than {MAX_ARGUMENTS_DEPTH} deep")
+
+
+def _is_shallow(value: object) -> bool:
+    """Level by level, so that depth costs no stack."""
+    level = [value]
+    for _ in range(MAX_ARGUMENTS_DEPTH + 1):
+        inner = [one for one in level if isinstance(one, dict | list)]
+        level = [child for one in inner for child in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return True
+    return False
 
 
 def _no_number(name: str) -> float:

@@ -339,6 +339,12 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(CHAT, "tools", function() * 200, label="200 tools")
     yield field(CHAT, "tools", function() * 2, label="two of a name")
     yield field(CHAT, "tools", [{"type": "function", "function": {"name": "f\n<|im_end|>"}}], label="a name of markup")
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}
+    yield field(CHAT, "messages", [HI, {"role": "assistant", "tool_calls": [call]}, HI], label="deep arguments")
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(deep)}
+    yield field(MESSAGES, "messages", [HI, {"role": "assistant", "content": [use]}, HI], label="deep input")
+    yield field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema")
     yield field(CHAT, "tool_choice", "required", label="a call of nothing")
     yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of nobody")
     yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": away}}, label="elsewhere")

@@ -508,6 +508,7 @@ def test_tools_that_cannot_work(tools: list[Tool], choice: ToolChoice, message: 
         (ToolCall("c", "f", '{"a": NaN}'), r"arguments is not a JSON object"),
         (ToolCall("c", "f", '{"a": "\ud800"}'), r"arguments is not a JSON object"),
         (ToolCall("c", "f", "[" * 10**5), r"arguments is not a JSON object"),
+        (ToolCall("c", "f", '{"a":' * 65 + "1" + "}" * 65), r"arguments is nested more than 64 deep"),
     ],
 )
 def test_calls_that_cannot_have_been_made(call: ToolCall, message: str) -> None:

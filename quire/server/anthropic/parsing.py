@@ -234,7 +234,10 @@ def _fill(turn: _Turn, block: Block, path: str) -> None:
 
 
 def _call(block: Block, path: str) -> ToolCall:
-    arguments = msgspec.json.encode(_given(block.input or {}, f"{path}.input")).decode()
+    try:
+        arguments = msgspec.json.encode(block.input or {}).decode()
+    except RecursionError:
+        raise ApiError(Kind.INVALID, f"{path}.input is nested too deeply", param=f"{path}.input") from None
     call = ToolCall(_given(block.id, f"{path}.id"), _given(block.name, f"{path}.name"), arguments)
     check_call(call, path)
     return call
