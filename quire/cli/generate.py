@@ -59,8 +59,6 @@ def generate(
     """Answer one prompt. The answer alone goes to stdout, as it comes."""
     from quire.engine.params import GenerationParams
 
-    if raw and system is not None:
-        raise InvalidRequest(f"--system {system!r} needs the chat template, and --raw was given")
     if logprobs is not None and not as_json:
         raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
     with loading.options_named():
@@ -90,11 +88,17 @@ def generate(
         max_context=max_context,
         kv_memory=kv_memory,
     )
-    text = read_prompt(prompt, is_raw=raw)
-    head = [] if system is None else [{"role": "system", "content": system}]
-    ask: Ask = text if raw else [*head, {"role": "user", "content": text}]
+    ask = read_ask(prompt, system, is_raw=raw)
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
+
+
+def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> Ask:
+    if is_raw and system is not None:
+        raise InvalidRequest(f"--system {system!r} needs the chat template, and --raw was given")
+    text = read_prompt(prompt, is_raw=is_raw)
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return text if is_raw else [*head, {"role": "user", "content": text}]
 
 
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
