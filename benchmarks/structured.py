@@ -104,7 +104,7 @@ def compare(engine: Engine, compiled: Compiled, num_rows: int, num_steps: int, n
 
 def time_steps(engine: Engine, compiled: Compiled | None, num_rows: int, num_steps: int) -> list[float]:
     for row in range(num_rows):
-        prompt = [100 + (row * 7919 + i * 31) % 20000 for i in range(NUM_PROMPT_TOKENS)]
+        prompt = [100 + (row * 7919 + i * 31) % (engine.capacity.vocab_size - 100) for i in range(NUM_PROMPT_TOKENS)]
         sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=row, max_tokens=num_steps + 40)
         engine.add(row, prompt, sampling, matcher=None if compiled is None else compiled.matcher())
     requests = [request for row in range(num_rows) if (request := engine.scheduler.get(row)) is not None]

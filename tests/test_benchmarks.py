@@ -41,7 +41,26 @@ def test_the_core_benchmark_runs() -> None:
         assert word in outcome.stdout
 
 
+def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
+    for options, words in (
+        (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "a step (bar: 5 %)")),
+        (["--unique", "3"], ("3 schemas", "MB (bar: 64)")),
+    ):
+        command = [sys.executable, str(FOLDER / "structured.py"), "--model", str(tiny_model), *options]
+        outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert outcome.returncode == 0, outcome.stderr
+        for word in words:
+            assert word in outcome.stdout, outcome.stdout
+
+
 # benchmarks/gpu.py, on a CPU
+
+
+def test_the_benchmark_of_masks_runs() -> None:
+    command = [sys.executable, str(FOLDER / "gpu_masks.py"), "--quick"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "| 4 | " in outcome.stdout
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ A matcher follows committed tokens alone: what is sampled and dropped (an old ep
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+from quire.backends.machine import usable_cores
 from quire.core.step import StepPlan
 from quire.errors import QuireError
 
 MASK_LIMIT_S = 0.02  # of a core, for one token of one answer
 OVERRUN_LIMIT_S = 0.5  # what one answer's masks may take beyond that, in all: everyone in its steps waits for them
-MAX_THREADS = 4
-ROWS_A_THREAD = 8
+MAX_THREADS = 8
+ROWS_A_THREAD = 4  # at least: to hand one row to a thread costs as much as to compute its mask
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Masking:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by request id
+        self._num_threads = min(MAX_THREADS, usable_cores())
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: list[Future[list[tuple[int, int, bytes | str]]]] = []
 
@@ -95,8 +96,8 @@ class Masking:
         if not rows:
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "masks")
-        size = max(-(-len(rows) // MAX_THREADS), ROWS_A_THREAD)
+            self._pool = ThreadPoolExecutor(self._num_threads, "masks")
+        size = max(-(-len(rows) // self._num_threads), ROWS_A_THREAD)
         self._jobs = [self._pool.submit(_compute, rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def finish(self) -> Masks:

@@ -132,7 +132,8 @@ class DeviceSampler:
         are on their way to the host, and may be read once the device has come past this point.
         """
         masks = masks or {}
-        changed = _changed_rows(rows, wishes, masks)
+        masked = [row for row, piece in enumerate(rows) if piece.slot in masks] if masks else []
+        changed = tuple(sorted({*wishes.changed, *masked})) if wishes.changed else masked
         num_floored = len(wishes.floored)
         num_changed_floored = len(set(wishes.floored).intersection(changed)) if changed else 0
         choose(
@@ -140,7 +141,10 @@ class DeviceSampler:
             has_floor=num_floored > num_changed_floored, is_changed=False,
         )  # fmt: skip
         if changed:
-            where, altered = self._change(logits, rows, changed, last_tokens, masks)
+            if wishes.changed:
+                where, altered = self._change(logits, rows, changed, last_tokens, masks)
+            else:
+                where, altered = self._mask(logits, rows, masked, masks)
             choose(
                 altered, where, params, slots, last_samples, out, self._scratch,
                 has_floor=num_changed_floored > 0, is_changed=True,
@@ -151,6 +155,23 @@ class DeviceSampler:
         top = tuple(rows[row].sampling.logprobs or 0 for row in wishes.reported)
         raw = logits.index_select(0, where).float()
         return _to_host(rank(raw, out[0].index_select(0, where).long(), wishes.reported, top))
+
+    def _mask(
+        self, logits: Tensor, rows: Sequence[SeqSlice], masked: Sequence[int], masks: TokenMasks
+    ) -> tuple[Tensor, Tensor]:
+        """As `_change`, where masks are all there is: every step of many answers by a grammar takes this way."""
+        count = len(masked)
+        where, slots, mask_rows, penalties = _send(
+            (
+                np.array(masked, np.int32),
+                np.full(count, -1, np.int32),
+                np.arange(count, dtype=np.int32),
+                np.zeros(3 * count, np.float32),
+            ),
+            self._device,
+        )
+        sent = self._send_masks([rows[row] for row in masked], masks)
+        return where, change(logits, where, self._no_counts, slots, penalties, sent, mask_rows)
 
     def _change(
         self,
@@ -189,7 +210,8 @@ class DeviceSampler:
             return self._no_masks
         num_bytes = self._no_masks.shape[1]
         host = torch.empty((len(found), num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        host.numpy().reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
+        for row, mask in zip(host.numpy(), found, strict=True):  # one copy: joined first, it would be two
+            row[:] = np.frombuffer(mask, np.uint8)
         return host.to(self._device, non_blocking=True)
 
 
@@ -273,13 +295,6 @@ class _Edits:
             arrays = np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
             known = self._known[piece.slot] = (params, is_early, *arrays)
         return known[2], known[3]
-
-
-def _changed_rows(rows: Sequence[SeqSlice], wishes: Wishes, masks: TokenMasks) -> tuple[int, ...]:
-    if not masks:
-        return wishes.changed
-    masked = (row for row, piece in enumerate(rows) if piece.slot in masks)
-    return tuple(sorted({*wishes.changed, *masked}))
 
 
 def _mask_rows(pieces: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:

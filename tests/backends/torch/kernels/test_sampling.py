@@ -175,6 +175,19 @@ def test_a_mixed_batch_follows_the_reference(vocab_size: int, dtype: torch.dtype
         assert sum(token == -5 for token in found.last_samples) == MAX_SEQS - num_rows
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20}])
+def test_masks_where_nothing_else_is_asked_for(fields: dict[str, Any]) -> None:
+    rng = Random(9)
+    torch.manual_seed(9)
+    logits = torch.randn(7, 2500) * 3
+    rows = [row(SamplingParams(seed=slot, **fields), [1, 2], [3], slot) for slot in range(7)]
+    masks = {slot: random_mask(rng, 2500) for slot in (0, 2, 5)}
+    found = run(logits, rows, masks)
+    assert found.tokens == reference(logits, rows, masks)
+    assert found.tokens != reference(logits, rows)
+    assert not any(found.flags)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Not even where a decision is close: the same sums in the same order."""
     rng = Random(5)
