@@ -145,6 +145,24 @@ def test_a_mixed_batch_follows_the_definition(sampler: NativeSampler, vocab_size
     assert num_settled > 0.8 * num_rows
 
 
+@pytest.mark.parametrize("vocab_size", [7, 63, 64, 65, 200, 9001])
+@pytest.mark.parametrize("is_nearly_full", [False, True])
+def test_exactly_what_a_mask_forbids_is_forbidden(
+    sampler: NativeSampler, vocab_size: int, is_nearly_full: bool
+) -> None:
+    rng = Random(vocab_size)
+    logits = normal(rng, 3, vocab_size)
+    before = logits.copy()
+    is_allowed = np.full((3, vocab_size), is_nearly_full)
+    for index in range(3):
+        is_allowed[index, rng.sample(range(vocab_size), 3)] = not is_nearly_full
+    is_allowed[:, -1] = True
+    masks = {index: np.packbits(is_allowed[index], bitorder="little").tobytes() for index in (0, 2)}
+    run(sampler, logits, [row(SamplingParams(temperature=0), [1], slot=index) for index in range(3)], masks)
+    is_allowed[1] = True  # it has no mask
+    assert logits.tolist() == np.where(is_allowed, before, -INF).tolist()
+
+
 def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None:
     """Not even where a decision is close: the same sums in the same order."""
     rng = Random(5)

@@ -445,20 +445,32 @@ static int is_row_sound(const float *logits, int vocab_size) {
     return isfinite(peak);
 }
 
-/* Masks are nearly empty or nearly full: most bytes are one of two. */
+/* A bit a token of up to 64, lowest first: those that are 0 may not come. */
+static void forbid_word(float *logits, uint64_t bits, int count) {
+    for (int i = 0; i < count; i++) {
+        if (!(bits >> i & 1)) logits[i] = -INFINITY;
+    }
+}
+
+/* Masks are nearly empty or nearly full: most words are one of two. */
 static void forbid_row(void *context, int unit, int thread) {
     (void)thread;
     const quire_forbidding *args = context;
     float *logits = args->logits + (size_t)args->rows[unit] * (size_t)args->vocab_size;
     const uint8_t *mask = args->masks + (size_t)unit * (size_t)args->mask_bytes;
     args->is_sound[unit] = (uint8_t)is_row_sound(logits, args->vocab_size);
-    for (int first = 0; first < args->vocab_size; first += 8) {
-        const uint8_t bits = mask[first / 8];
-        if (bits == 0xFF) continue;
-        const int count = args->vocab_size - first < 8 ? args->vocab_size - first : 8;
-        for (int i = 0; i < count; i++) {
-            if (!(bits >> i & 1)) logits[first + i] = -INFINITY;
+    int first = 0;
+    for (; first + 64 <= args->vocab_size; first += 64) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 8; i++) bits |= (uint64_t)mask[first / 8 + i] << 8 * i;
+        if (!bits) {
+            for (int i = 0; i < 64; i++) logits[first + i] = -INFINITY;
+        } else if (~bits) {
+            forbid_word(logits + first, bits, 64);
         }
+    }
+    for (; first < args->vocab_size; first += 8) {
+        forbid_word(logits + first, mask[first / 8], args->vocab_size - first < 8 ? args->vocab_size - first : 8);
     }
 }
 
