@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
+from quire.engine.json_form import EndingJson, JsonTokens, bound_times
 from quire.engine.masking import GrammarFailed, Matcher
 from quire.engine.model import make_tokenizer
 from quire.errors import InvalidRequest, MissingExtra, QuireError
@@ -27,17 +28,12 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 MAX_COMPILED_BYTES = 64 << 20
-MAX_DIGITS = 30
 NUM_THREADS = 2
 STACK_BYTES = 16 << 20  # of those threads: the compiler is recursive
 LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # one to two kB each
     "verbose_errors": False,  # they would hold the answer so far
 }
-
-_DATA = ("const", "enum", "default", "examples")  # of a schema: what looks like one in there is none
-_LONGEST_TIMES = {"time": len("12:34:56.123456789+12:34"), "date-time": len("2026-01-23T12:34:56.123456789+12:34")}
-_QUOTE, _BACKSLASH, _DIGITS = ord('"'), ord("\\"), frozenset(b"0123456789")
 
 
 class Grammars:
@@ -137,54 +133,7 @@ class Compiled:
     def matcher(self) -> Matcher:
         """For one answer."""
         matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes)
-        return EndingNumbers(matcher, self._words) if self._is_json else matcher
-
-
-def bound_times(schema: Any) -> Any:
-    """The schema, with fractions of seconds of at most nine digits: the format allows as many as one likes."""
-    if isinstance(schema, list):
-        return [bound_times(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounded = {key: value if key in _DATA else bound_times(value) for key, value in schema.items()}
-    limit = _LONGEST_TIMES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-    if limit is not None and not (isinstance(known := schema.get("maxLength"), int) and known <= limit):
-        bounded["maxLength"] = limit
-    return bounded
-
-
-class EndingNumbers:
-    """Answers in JSON, in which no number goes on for ever: small models fall into a rut of digits.
-
-    After `MAX_DIGITS` in a row, outside strings, another is forbidden where anything else is allowed. A double keeps
-    seventeen, so what cannot be said any more is nearly nothing, and every answer still matches its schema.
-    """
-
-    __slots__ = ("_is_escaped", "_is_string", "_matcher", "_num_digits", "_words")
-
-    def __init__(self, matcher: Matcher, words: Words) -> None:
-        self._matcher = matcher
-        self._words = words
-        self._is_string = self._is_escaped = False
-        self._num_digits = 0  # in a row, up to now
-
-    def mask(self) -> bytes:
-        mask = self._matcher.mask()
-        if self._num_digits < MAX_DIGITS:
-            return mask
-        others = int.from_bytes(mask, "little") & ~self._words.digit_bits
-        return others.to_bytes(len(mask), "little") if others else mask
-
-    def consume(self, token: int) -> bool:
-        for byte in self._words.tokens[token]:
-            if self._is_string:
-                is_end = byte == _QUOTE and not self._is_escaped
-                self._is_escaped = byte == _BACKSLASH and not self._is_escaped
-                self._is_string = not is_end
-            else:
-                self._is_string = byte == _QUOTE
-                self._num_digits = self._num_digits + 1 if byte in _DIGITS else 0
-        return self._matcher.consume(token)
+        return EndingJson(matcher, self._words.of_json) if self._is_json else matcher
 
 
 class _LLMatcher:
@@ -229,11 +178,7 @@ class Words:
         self._tokenizer = tokenizer
         self.tokens = vocabulary.tokens
         self.mask_bytes = -(-len(self.tokens) // 8)
-        bits = bytearray(self.mask_bytes)
-        for token_id, token in enumerate(self.tokens):
-            if token[:1].isdigit():
-                bits[token_id // 8] |= 1 << token_id % 8
-        self.digit_bits = int.from_bytes(bits, "little")  # tokens that begin with a digit, as in a mask
+        self.of_json = JsonTokens(self.tokens)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = vocabulary.special_token_ids

@@ -19,8 +19,8 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine import grammars as grammars_module
 from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
-from quire.engine.grammar_trial import Vocabulary
-from quire.engine.grammars import EndingNumbers, Grammars, Words, bound_times, open_grammars
+from quire.engine.grammars import Grammars, open_grammars
+from quire.engine.json_form import MAX_DIGITS
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -186,7 +186,7 @@ def test_numbers_come_to_an_end(grammars: Grammars, tokenizer: Tokenizer, start:
     for token in tokenizer.encode_plain(start, at_start=False):
         matcher.consume(token)
     digits = {tokenizer.encode_plain(digit, at_start=False)[0] for digit in "123456789"}
-    for _ in range(grammars_module.MAX_DIGITS):
+    for _ in range(MAX_DIGITS):
         assert digits <= allowed(matcher.mask())
         matcher.consume(min(digits))
     assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.mask()))
@@ -199,34 +199,9 @@ def test_times_have_nanoseconds_at_most(grammars: Grammars, tokenizer: Tokenizer
     assert not follows(grammars, tokenizer, json_schema_grammar(schema), '"12:34:56.' + "1" * 30 + 'Z"')
 
 
-def test_only_what_is_a_time_is_bounded() -> None:
-    kept = {"const": {"format": "time"}, "properties": {"format": {"type": "string"}}, "format": "date"}
-    assert bound_times(kept) == kept
-    assert bound_times({"anyOf": [{"format": "time", "maxLength": 9}, {"format": "date-time", "maxLength": 99}]}) == {
-        "anyOf": [{"format": "time", "maxLength": 9}, {"format": "date-time", "maxLength": 35}]
-    }
-
-
 def test_digits_in_a_string_are_not_counted(grammars: Grammars, tokenizer: Tokenizer) -> None:
     text = '{"a\\"": "' + "1" * 60 + '\\\\"}'
     assert follows(grammars, tokenizer, json_schema_grammar({"type": "object"}), text)
-
-
-def test_a_digit_is_allowed_where_nothing_else_is(tokenizer: Tokenizer) -> None:
-    one = tokenizer.encode_plain("1", at_start=False)[0]
-
-    class OnlyOne:
-        def mask(self) -> bytes:
-            return (1 << one).to_bytes(-(-tokenizer.vocab_size // 8), "little")
-
-        def consume(self, token: int) -> bool:
-            return token != one
-
-    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    matcher = EndingNumbers(OnlyOne(), Words(tokenizer, Vocabulary(tokens, (2,), ())))
-    for _ in range(60):
-        assert allowed(matcher.mask()) == {one}
-        matcher.consume(one)
 
 
 def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,140 @@
+"""How answers in JSON come to an end: small models fall into ruts, and a grammar lets them go on for ever.
+
+A schema without bounds allows a number of a thousand digits, and a string that says the same word until the tokens are
+used up. Here the masks of a matcher are narrowed where that has begun, and only to what it allows: every answer still
+matches its schema. Knows tokens and masks; knows nothing of whoever makes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.engine.masking import Matcher
+
+MAX_DIGITS = 30  # in a row; a double keeps 17
+MAX_EXPONENT_DIGITS = 2  # with so few no number is infinite, whatever its other digits
+# What counts as a rut: the last bytes are one piece over and over, of at most so many bytes.
+RUTS = ((128, 8), (256, 64))
+TAIL = 16  # bytes by which the piece is found
+
+_QUOTE, _BACKSLASH, _DIGITS = ord('"'), ord("\\"), frozenset(b"0123456789")
+_DATA = ("const", "enum", "default", "examples")  # of a schema: what looks like one in there is none
+_LONGEST_TIMES = {"time": len("12:34:56.123456789+12:34"), "date-time": len("2026-01-23T12:34:56.123456789+12:34")}
+_LONG_EXPONENT = re.compile(rb"[0-9.]*[eE][+-]?[0-9]{%d,}" % (MAX_EXPONENT_DIGITS + 1))
+
+
+def bound_times(schema: Any) -> Any:
+    """The schema, with fractions of seconds of at most nine digits: the format allows as many as one likes."""
+    if isinstance(schema, list):
+        return [bound_times(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {key: value if key in _DATA else bound_times(value) for key, value in schema.items()}
+    limit = _LONGEST_TIMES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if limit is not None and not (isinstance(known := schema.get("maxLength"), int) and known <= limit):
+        bounded["maxLength"] = limit
+    return bounded
+
+
+class JsonTokens:
+    """Which tokens do what, as numbers whose bits are those of a mask."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+        self._ids = {token: token_id for token_id, token in enumerate(tokens) if token}
+        self._longest = min(max(map(len, tokens)), RUTS[-1][1])
+        self.digits = self._find(lambda token: token[:1].isdigit())
+        self.quotes = self._find(lambda token: token.startswith(b'"'))
+        self.brackets = self._find(lambda token: token.startswith((b"]", b"}")))
+        self.long_exponents = self._find(lambda token: _LONG_EXPONENT.match(token) is not None)
+        runs = [re.compile(rb"[+-]?[0-9]{%d}" % (count + 1)) for count in range(MAX_EXPONENT_DIGITS + 1)]
+        self.longer_runs = [self._find(lambda token, run=run: run.match(token) is not None) for run in runs]  # type: ignore[misc]
+
+    def prefixes(self, piece: bytes) -> int:
+        """The tokens that begin a piece which comes over and over."""
+        endless = piece * (-(-self._longest // len(piece)))
+        found = (self._ids.get(endless[:length]) for length in range(1, self._longest + 1))
+        return sum(1 << token_id for token_id in found if token_id is not None)
+
+    def _find(self, is_wanted: Callable[[bytes], bool]) -> int:
+        bits = bytearray(-(-len(self.tokens) // 8))
+        for token_id, token in enumerate(self.tokens):
+            if is_wanted(token):
+                bits[token_id // 8] |= 1 << token_id % 8
+        return int.from_bytes(bits, "little")
+
+
+class EndingJson:
+    """A matcher of JSON whose answers end.
+
+    A number has at most `MAX_DIGITS` in a row where it may end, and is finite. An answer that has run into a rut
+    (`RUTS`) may only close what is open, the string or else the array or object; where the schema does not let it, it
+    may not go on word for word; and where nothing else is left, it goes on.
+    """
+
+    __slots__ = ("_exponent", "_is_escaped", "_is_string", "_matcher", "_num_digits", "_recent", "_tokens")
+
+    def __init__(self, matcher: Matcher, tokens: JsonTokens) -> None:
+        self._matcher = matcher
+        self._tokens = tokens
+        self._is_string = self._is_escaped = False
+        self._num_digits = 0  # in a row, up to now
+        self._exponent: int | None = None  # how many digits it has, while we are in one
+        self._recent = bytearray()
+
+    def mask(self) -> bytes:
+        mask = self._matcher.mask()
+        kept = allowed = int.from_bytes(mask, "little")
+        if not self._is_string:
+            kept = self._without_endless_numbers(allowed)
+        if not self._is_escaped and (piece := self._rut()):
+            closing = self._tokens.quotes if self._is_string else self._tokens.brackets
+            kept = kept & closing or kept & ~self._tokens.prefixes(piece) or kept
+        return mask if kept == allowed else kept.to_bytes(len(mask), "little")
+
+    def consume(self, token: int) -> bool:
+        data = self._tokens.tokens[token]
+        self._recent += data
+        del self._recent[: -RUTS[-1][0]]
+        for byte in data:
+            if self._is_string:
+                is_end = byte == _QUOTE and not self._is_escaped
+                self._is_escaped = byte == _BACKSLASH and not self._is_escaped
+                self._is_string = not is_end
+            else:
+                self._read_number(byte)
+                self._is_string = byte == _QUOTE
+        return self._matcher.consume(token)
+
+    def _read_number(self, byte: int) -> None:
+        if byte in _DIGITS:
+            self._num_digits += 1
+            if self._exponent is not None:
+                self._exponent += 1
+        elif byte in b"eE" and self._num_digits:
+            self._num_digits, self._exponent = 0, 0
+        elif not (byte in b"+-" and self._exponent == 0):
+            self._num_digits, self._exponent = 0, None
+
+    def _without_endless_numbers(self, allowed: int) -> int:
+        forbidden = self._tokens.long_exponents
+        if self._exponent is not None:
+            forbidden |= self._tokens.longer_runs[max(MAX_EXPONENT_DIGITS - self._exponent, 0)]
+        if self._num_digits >= MAX_DIGITS:
+            forbidden |= self._tokens.digits
+        return (allowed & ~forbidden or allowed) if forbidden else allowed
+
+    def _rut(self) -> bytes:
+        """The piece that comes over and over, and is to come again; nothing, if none does."""
+        recent = self._recent
+        if len(recent) < RUTS[0][0]:
+            return b""
+        at = recent.rfind(recent[-TAIL:], 0, -1)
+        period = len(recent) - TAIL - at
+        for length, longest in RUTS if at >= 0 else ():
+            is_long = period <= longest and len(recent) >= length
+            if is_long and recent[-length + period :] == recent[-length:-period]:
+                return bytes(recent[-period:])
+        return b""
