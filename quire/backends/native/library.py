@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
-ABI = 2
+ABI = 3
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
