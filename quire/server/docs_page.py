@@ -11,6 +11,8 @@ import hashlib
 import re
 from importlib.resources import files
 
+from quire.server.static import static_headers
+
 
 def _digests(tag: str, page: str) -> str:
     """Of what stands between the tags, to the letter: that is what a browser digests."""
@@ -22,21 +24,5 @@ _TEXT = files("quire.server").joinpath("docs.html").read_text(encoding="utf-8")
 
 PAGE = _TEXT.encode()
 CONTENT_TYPE = "text/html; charset=utf-8"
-CONTENT_SECURITY_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        f"script-src {_digests('script', _TEXT)}",
-        f"style-src {_digests('style', _TEXT)}",
-        "img-src data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
-HEADERS = {
-    "content-security-policy": CONTENT_SECURITY_POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+HEADERS = static_headers(scripts=_digests("script", _TEXT), styles=_digests("style", _TEXT), images="data:")
+CONTENT_SECURITY_POLICY = HEADERS["content-security-policy"]

@@ -12,6 +12,7 @@ from quire.server.openai.types import (
     Alternatives,
     ChatTokenLogprob,
     GenerationBody,
+    JsonSchemaFormat,
     PromptCacheBreakpoint,
     TokenCount,
 )
@@ -98,14 +99,8 @@ class ToolChoiceBody(Struct, kw_only=True):
     tools: list[FunctionTool] | None = None
 
 
-class TextFormat(Struct, kw_only=True):
+class TextFormat(JsonSchemaFormat, kw_only=True):
     type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: Annotated[
-        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
-    ] = None
 
 
 class TextConfig(Struct, kw_only=True):

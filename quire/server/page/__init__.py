@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from quire.server.errors import ApiError, Kind
+from quire.server.static import static_headers
 
 if TYPE_CHECKING:
     from quire.server.call import Call
@@ -23,24 +24,8 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-CONTENT_SECURITY_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
-HEADERS = {
-    "content-security-policy": CONTENT_SECURITY_POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+HEADERS = static_headers(scripts="'self'", styles="'self'", images="'self'")
+CONTENT_SECURITY_POLICY = HEADERS["content-security-policy"]
 
 
 @cache
