@@ -94,6 +94,7 @@ class _Every:
             np.packbits(np.arange(vocab_size) % num == rest, bitorder="little").tobytes() for rest in range(num)
         ]
         self._position = 0
+        self.family = self
 
     def mask(self) -> bytes:
         return self._masks[self._position % len(self._masks)]

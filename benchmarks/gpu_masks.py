@@ -33,6 +33,7 @@ class MadeUp:
     def __init__(self, masks: list[bytes], start: int) -> None:
         self._masks = masks
         self._position = start
+        self.family = self
 
     def mask(self) -> bytes:
         hashlib.sha256(_NOISE).digest()

@@ -136,8 +136,9 @@ class Engine:
         self.runner.close()
 
     def _step_masked(self, plan: StepPlan) -> list[EngineOutput]:
-        """With a grammar among its rows, a step is sampled once the tokens before it are known. It is forwarded before
-        that, so the device computes while masks are."""
+        """With a grammar among its rows, a step is sampled once the tokens before it are known. A device is given it
+        before that, and computes while masks are. Where the device is this processor, masks come first: threads beside
+        those of the backend would stop them in the middle of their work, and they wait for each other."""
         outputs: list[EngineOutput] = []
         if self.capacity.has_overlap:
             error = self._try(plan, lambda: self.runner.forward(plan))
@@ -145,10 +146,10 @@ class Engine:
             if earlier is not None:
                 outputs += self._commit(earlier)
             self._masking.begin(plan)
+            masks = self._masking.finish()
         else:
-            self._masking.begin(plan)
+            masks = self._masking.compute(plan)
             error = self._try(plan, lambda: self.runner.forward(plan))
-        masks = self._masking.finish()
         outputs += [self._fail(request_id, why) for request_id, why in masks.failures.items()]
         if error is None:
             error = self._try(plan, lambda: self.runner.sample(masks.by_slot))

@@ -132,16 +132,17 @@ class Compiled:
 
     def matcher(self) -> Matcher:
         """For one answer."""
-        matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes)
+        matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes, family=self)
         return EndingJson(matcher, self._words.of_json) if self._is_json else matcher
 
 
 class _LLMatcher:
     """`quire.engine.masking.Matcher`, by llguidance."""
 
-    __slots__ = ("_mask_bytes", "_matcher")
+    __slots__ = ("_mask_bytes", "_matcher", "family")
 
-    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, *, family: object) -> None:
+        self.family = family  # copies share the lexer, under a lock
         self._matcher = matcher
         self._mask_bytes = mask_bytes
 

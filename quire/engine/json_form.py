@@ -84,15 +84,22 @@ class EndingJson:
         self._exponent: int | None = None  # how many digits it has, while we are in one
         self._recent = bytearray()
 
+    @property
+    def family(self) -> object:
+        return self._matcher.family
+
     def mask(self) -> bytes:
         mask = self._matcher.mask()
-        kept = allowed = int.from_bytes(mask, "little")
-        if not self._is_string:
-            kept = self._without_endless_numbers(allowed)
-        if not self._is_escaped and (piece := self._rut()):
+        endless = 0 if self._is_string else self._endless_numbers()
+        piece = b"" if self._is_escaped else self._rut()
+        if not endless and not piece:
+            return mask
+        allowed = int.from_bytes(mask, "little")
+        kept = allowed & ~endless or allowed
+        if piece:
             closing = self._tokens.quotes if self._is_string else self._tokens.brackets
             kept = kept & closing or kept & ~self._tokens.prefixes(piece) or kept
-        return mask if kept == allowed else kept.to_bytes(len(mask), "little")
+        return kept.to_bytes(len(mask), "little")
 
     def consume(self, token: int) -> bool:
         data = self._tokens.tokens[token]
@@ -118,13 +125,13 @@ class EndingJson:
         elif not (byte in b"+-" and self._exponent == 0):
             self._num_digits, self._exponent = 0, None
 
-    def _without_endless_numbers(self, allowed: int) -> int:
-        forbidden = self._tokens.long_exponents
+    def _endless_numbers(self) -> int:
+        """The tokens that would make a number too long here."""
+        tokens = self._tokens
+        forbidden = tokens.long_exponents
         if self._exponent is not None:
-            forbidden |= self._tokens.longer_runs[max(MAX_EXPONENT_DIGITS - self._exponent, 0)]
-        if self._num_digits >= MAX_DIGITS:
-            forbidden |= self._tokens.digits
-        return (allowed & ~forbidden or allowed) if forbidden else allowed
+            forbidden |= tokens.longer_runs[max(MAX_EXPONENT_DIGITS - self._exponent, 0)]
+        return forbidden | tokens.digits if self._num_digits >= MAX_DIGITS else forbidden
 
     def _rut(self) -> bytes:
         """The piece that comes over and over, and is to come again; nothing, if none does."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -30,6 +31,10 @@ class GrammarFailed(QuireError):
 class Matcher(Protocol):
     """Where one answer stands in its grammar. Used by one thread at a time."""
 
+    @property
+    def family(self) -> object:
+        """Those that share one take turns inside their library: more threads would only wait for each other."""
+
     def mask(self) -> bytes:
         """The tokens that may come next, a bit each, lowest bit first; end-of-text where the answer may end."""
 
@@ -45,6 +50,8 @@ class Masks(NamedTuple):
 
 
 class _Entry:
+    """A request's matcher, and what it has used up."""
+
     __slots__ = ("matcher", "overrun_s")
 
     def __init__(self, matcher: Matcher) -> None:
@@ -52,14 +59,19 @@ class _Entry:
         self.overrun_s = 0.0
 
 
+_Row = tuple[int, int, _Entry]  # request id, slot
+_Found = list[tuple[int, int, bytes | str]]  # request id, slot; the mask, or why there is none
+
+
 class Masking:
-    """The matchers of the requests under way. `begin` and `finish` go around whatever the device does meanwhile."""
+    """The matchers of the requests under way. `begin` and `finish` go around whatever a device does meanwhile; where
+    the device is this processor, nothing would be gained, and `compute` is both."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by request id
         self._num_threads = min(MAX_THREADS, usable_cores())
         self._pool: ThreadPoolExecutor | None = None
-        self._jobs: list[Future[list[tuple[int, int, bytes | str]]]] = []
+        self._jobs: list[Future[_Found]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,31 +99,35 @@ class Masking:
 
     def begin(self, plan: StepPlan) -> None:
         """Compute the masks of a step, in threads. `finish` must follow before anything else changes."""
-        entries = self._entries
-        rows = [
-            (piece.request_id, piece.slot, entries[piece.request_id])
-            for piece in plan.slices
-            if piece.wants_token and piece.request_id in entries
-        ]
-        if not rows:
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, "masks")
-        size = max(-(-len(rows) // self._num_threads), ROWS_A_THREAD)
-        self._jobs = [self._pool.submit(_compute, rows[i : i + size]) for i in range(0, len(rows), size)]
+        self._jobs = [self._submit(rows) for rows in self._share_out(plan)]
 
     def finish(self) -> Masks:
         """Wait for them."""
         jobs, self._jobs = self._jobs, []
-        masks: dict[int, bytes] = {}
-        failures: dict[int, str] = {}
-        for job in jobs:
-            for request_id, slot, found in job.result():
-                if isinstance(found, str):
-                    failures[request_id] = found
-                else:
-                    masks[slot] = found
-        return Masks(masks, failures)
+        return _sort(found for job in jobs for found in job.result())
+
+    def compute(self, plan: StepPlan) -> Masks:
+        """The masks of a step, in this thread and as many others as help."""
+        first, *others = self._share_out(plan) or [[]]
+        jobs = [self._submit(rows) for rows in others]
+        return _sort(_compute(first) + [found for job in jobs for found in job.result()])
+
+    def _share_out(self, plan: StepPlan) -> list[list[_Row]]:
+        """What each thread is to compute; the longest first."""
+        entries, families = self._entries, defaultdict[int, list[_Row]](list)
+        for piece in plan.slices:
+            if piece.wants_token and (entry := entries.get(piece.request_id)) is not None:
+                families[id(entry.matcher.family)].append((piece.request_id, piece.slot, entry))
+        num_rows = sum(map(len, families.values()))
+        shares: list[list[_Row]] = [[] for _ in range(min(self._num_threads, -(-num_rows // ROWS_A_THREAD)))]
+        for family in sorted(families.values(), key=len, reverse=True):
+            min(shares, key=len).extend(family)
+        return [share for share in shares if share]
+
+    def _submit(self, rows: list[_Row]) -> Future[_Found]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads, "masks")
+        return self._pool.submit(_compute, rows)
 
     def close(self) -> None:
         self._entries.clear()
@@ -119,9 +135,19 @@ class Masking:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compute(rows: Sequence[tuple[int, int, _Entry]]) -> list[tuple[int, int, bytes | str]]:
-    """The mask of each, or why there is none."""
+def _compute(rows: Sequence[_Row]) -> _Found:
     return [(request_id, slot, _mask(entry)) for request_id, slot, entry in rows]
+
+
+def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
+    masks: dict[int, bytes] = {}
+    failures: dict[int, str] = {}
+    for request_id, slot, mask in found:
+        if isinstance(mask, str):
+            failures[request_id] = mask
+        else:
+            masks[slot] = mask
+    return Masks(masks, failures)
 
 
 def _mask(entry: _Entry) -> bytes | str:

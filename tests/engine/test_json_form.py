@@ -18,6 +18,7 @@ class Fixed:
 
     def __init__(self, bits: Callable[[], int]) -> None:
         self._bits = bits
+        self.family = self
 
     def mask(self) -> bytes:
         return self._bits().to_bytes(-(-len(TOKENS) // 8), "little")

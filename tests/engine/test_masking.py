@@ -31,6 +31,7 @@ class Toy:
         self.fails_at = fails_at
         self.tokens: list[int] = []
         self.threads: set[str] = set()
+        self.family: object = self
 
     def allowed(self, tokens: Sequence[int]) -> set[int]:
         state = digest(self.seed, *tokens)
@@ -248,13 +249,14 @@ def test_a_step_is_forwarded_before_the_tokens_its_masks_need_are_collected() ->
     assert runner.calls == ["forward", "sample", *plain, *plain, "collect"]
 
 
-def test_masks_are_made_in_other_threads() -> None:
+@pytest.mark.parametrize("has_overlap", [True, False])
+def test_masks_are_made_beside_a_device_and_before_a_processor(has_overlap: bool) -> None:
     toy = Toy(1, 9)
-    engine = make(has_overlap=False)
+    engine = make(has_overlap=has_overlap)
     engine.add(1, [1, 2], SamplingParams(max_tokens=3), matcher=toy)
     drain(engine)
     assert toy.threads
-    assert threading.current_thread().name not in toy.threads
+    assert (threading.current_thread().name in toy.threads) is not has_overlap
 
 
 def test_a_grammar_that_is_slow_token_after_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +275,25 @@ def test_masks_of_many_rows_come_from_several_threads() -> None:
     for number in range(1, 9):
         engine.add(number, [1, number], SamplingParams(max_tokens=3))
         masking.add(number, Toy(number, 9))
-    masking.begin(engine.scheduler.schedule(0))
-    masks = masking.finish()
-    assert sorted(masks.by_slot) == list(range(8))
-    assert not masks.failures
+    plan = engine.scheduler.schedule(0)
+    masking.begin(plan)
+    for masks in (masking.finish(), masking.compute(plan)):
+        assert sorted(masks.by_slot) == list(range(8))
+        assert not masks.failures
     masking.close()
+
+
+def test_one_thread_for_those_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.masking.usable_cores", lambda: 4)
+    masking, engine = Masking(), make(num_blocks=100)
+    toys = {number: Toy(number, 9) for number in range(1, 9)}
+    for number, toy in toys.items():
+        engine.add(number, [1, number], SamplingParams(max_tokens=3))
+        toy.family = "odd" if number % 2 else f"even {number % 4}"
+        masking.add(number, toy)
+    assert len(masking.compute(engine.scheduler.schedule(0)).by_slot) == len(toys)
+    masking.close()
+    for family in ("odd", "even 0", "even 2"):
+        rows = [toy for toy in toys.values() if toy.family == family]
+        assert rows
+        assert len(set.union(*(toy.threads for toy in rows))) == 1

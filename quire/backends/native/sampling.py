@@ -36,9 +36,11 @@ class _Sampling(ctypes.Structure):  # quire_sampling in csrc/sampling.h
         ("num_rows", ctypes.c_int32),
         ("vocab_size", ctypes.c_int32),
         ("logits", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
         ("choices", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("is_sound", ctypes.c_void_p),
+        ("was_sound", ctypes.c_void_p),
     )
 
 
@@ -53,18 +55,6 @@ class _Ranking(ctypes.Structure):  # quire_ranking in csrc/sampling.h
         ("ranks", ctypes.c_void_p),
         ("top_tokens", ctypes.c_void_p),
         ("top_logprobs", ctypes.c_void_p),
-    )
-
-
-class _Forbidding(ctypes.Structure):  # quire_forbidding in csrc/sampling.h
-    _fields_ = (
-        ("num_rows", ctypes.c_int32),
-        ("vocab_size", ctypes.c_int32),
-        ("mask_bytes", ctypes.c_int32),
-        ("logits", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("masks", ctypes.c_void_p),
-        ("is_sound", ctypes.c_void_p),
     )
 
 
@@ -133,8 +123,6 @@ class NativeSampler:
         self._sample, self._rank = library.quire_sample, library.quire_rank
         for function, args in ((self._sample, _Sampling), (self._rank, _Ranking)):
             function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(args)]
-        self._forbid = library.quire_forbid
-        self._forbid.restype, self._forbid.argtypes = None, [ctypes.c_void_p, ctypes.POINTER(_Forbidding)]
 
     def sample(
         self,
@@ -148,17 +136,15 @@ class NativeSampler:
         _check(logits, len(rows))
         reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
         raw = logits[reported] if reported else None
-        was_broken: dict[int, bool] = {}  # rows that are not drawn from as they came, before they were changed
+        was_broken: dict[int, bool] = {}  # rows that are changed here, before they were
         changed = [index for index, piece in enumerate(rows) if _is_changed(piece)]
         if changed:
             was_broken = {index: not np.isfinite(logits[index].max()) for index in changed}
             penalties.apply(logits, rows, last_tokens)
             _add_bias(logits, rows)
             _forbid_ends(logits, rows)
-        if masks:
-            was_broken = self._apply_masks(logits, rows, masks) | was_broken
-        tokens, is_sound = self._choose(logits, rows)
-        is_broken = ~is_sound
+        tokens, is_sound, was_sound = self._choose(logits, rows, masks or {})
+        is_broken = ~was_sound
         for index, was in was_broken.items():
             is_broken[index] = was
         logprobs = {}
@@ -190,30 +176,21 @@ class NativeSampler:
         )
         return tuple(map(TokenLogprobs, chosen.tolist(), logprobs.tolist(), ranks.tolist(), tops))
 
-    def _apply_masks(self, logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> dict[int, bool]:
-        """In place, all rows in one call. Returns whether each row that has a mask was broken before."""
-        masked = [index for index, piece in enumerate(rows) if piece.slot in masks]
-        if not masked:
-            return {}
-        mask_bytes = -(-logits.shape[1] // 8)
-        found = [masks[rows[index].slot] for index in masked]
-        if any(len(mask) != mask_bytes for mask in found):
-            raise InvariantViolation(f"masks of {[len(mask) for mask in found]} bytes, not {mask_bytes}")
-        packed = np.frombuffer(b"".join(found), np.uint8)
-        places, is_sound = np.array(masked, np.int32), np.empty(len(masked), np.bool_)
-        pointers = (array.ctypes.data for array in (logits, places, packed, is_sound))
-        self._forbid(self._engine, _Forbidding(len(masked), logits.shape[1], mask_bytes, *pointers))
-        return dict(zip(masked, (~is_sound).tolist(), strict=True))
-
-    def _choose(self, logits: Floats, rows: Sequence[SeqSlice]) -> tuple[Ints, Bools]:
-        """The tokens, and whether each row had a finite largest logit. Without one the token means nothing."""
+    def _choose(self, logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> tuple[Ints, Bools, Bools]:
+        """The tokens, and whether each row had a finite largest logit, after its mask and before. Without one after it
+        the token means nothing."""
         num_rows, vocab_size = logits.shape
         choices = np.array([_choice(piece, vocab_size) for piece in rows], _CHOICE)
-        tokens, is_sound = np.empty(num_rows, np.int32), np.empty(num_rows, np.bool_)
-        pointers = (array.ctypes.data for array in (logits, choices, tokens, is_sound))
-        if self._sample(self._engine, _Sampling(num_rows, vocab_size, *pointers)):
+        tokens, (is_sound, was_sound) = np.empty(num_rows, np.int32), np.empty((2, num_rows), np.bool_)
+        found = [masks.get(piece.slot) for piece in rows]
+        if any(mask is not None and len(mask) != -(-vocab_size // 8) for mask in found):
+            raise InvariantViolation(f"masks of {[mask and len(mask) for mask in found]} bytes for {vocab_size = }")
+        masked = (ctypes.c_char_p * num_rows)(*found)
+        pointers = (array.ctypes.data for array in (choices, tokens, is_sound, was_sound))
+        args = _Sampling(num_rows, vocab_size, logits.ctypes.data, ctypes.addressof(masked), *pointers)
+        if self._sample(self._engine, args):
             raise MemoryError(f"no memory to sample from {vocab_size = }")
-        return tokens, is_sound
+        return tokens, is_sound, was_sound
 
 
 def _check(logits: Floats, num_rows: int) -> None:

@@ -231,7 +231,8 @@ static double weigh_row(row *row) {
     for (int block = 0; block < row->num_blocks; block++) {
         const float *x = block_of(row, block);
         float *weights = row->weights + (size_t)block * BLOCK;
-        if (row->largest[block] / temperature < row->floor) {
+        const float largest = row->largest[block];
+        if (largest == -INFINITY || largest / temperature < row->floor) {
             row->sums[block] = row->heaviest[block] = 0;
             continue;
         }
@@ -381,15 +382,59 @@ typedef struct {
     const quire_ranking *ranking;
 } work;
 
+/* Whether no logit is NaN and the largest is finite. */
+static int is_row_sound(const float *logits, int vocab_size) {
+    float peak = -INFINITY;
+    int i = 0;
+    for (; i + BLOCK <= vocab_size; i += BLOCK) {
+        const float largest = largest_of(logits + i);
+        if (isnan(largest)) return 0;
+        peak = largest <= peak ? peak : largest;
+    }
+    for (; i < vocab_size; i++) {
+        if (isnan(logits[i])) return 0;
+        peak = logits[i] <= peak ? peak : logits[i];
+    }
+    return isfinite(peak);
+}
+
+/* Minus infinity for each of 64 whose bit is not set, the lowest first. */
+static void forbid_word(float *logits, uint64_t bits) {
+    const ints each = {1, 2, 4, 8}, never = (ints)fill(-INFINITY);
+    for (int i = 0; i < 64; i += LANES, bits >>= LANES) {
+        const ints is_forbidden = (each & (int32_t)(bits & 15)) == 0;
+        store(logits + i, (floats)(((ints)load(logits + i) & ~is_forbidden) | (never & is_forbidden)));
+    }
+}
+
+/* Masks are nearly empty or nearly full: most words are one of two. */
+static void forbid(float *logits, const uint8_t *mask, int vocab_size) {
+    int first = 0;
+    for (; first + 64 <= vocab_size; first += 64) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 8; i++) bits |= (uint64_t)mask[first / 8 + i] << 8 * i;
+        if (~bits) forbid_word(logits + first, bits);
+    }
+    for (; first < vocab_size; first++) {
+        if (!(mask[first / 8] >> first % 8 & 1)) logits[first] = -INFINITY;
+    }
+}
+
 static void sample_row(void *context, int unit, int thread) {
     const work *work = context;
     const quire_sampling *args = work->sampling;
     row row = {.choice = args->choices + unit};
-    const float *logits = args->logits + (size_t)unit * (size_t)args->vocab_size;
+    float *logits = args->logits + (size_t)unit * (size_t)args->vocab_size;
+    const uint8_t *mask = args->masks[unit];
+    if (mask) {
+        args->was_sound[unit] = (uint8_t)is_row_sound(logits, args->vocab_size);
+        forbid(logits, mask, args->vocab_size);
+    }
     lay_out(&row, logits, args->vocab_size, quire_own_memory(work->engine, thread));
     const float peak = scan(&row);
     const int is_sound = isfinite(peak);
     args->is_sound[unit] = (uint8_t)is_sound;
+    if (!mask) args->was_sound[unit] = (uint8_t)is_sound;
     args->tokens[unit] = is_sound ? choose_token(&row, peak) : 0;
 }
 
@@ -427,54 +472,4 @@ int quire_rank(quire_engine *engine, const quire_ranking *args) {
     work work = {engine, NULL, args};
     quire_run(engine, rank_row, &work, args->num_rows);
     return 0;
-}
-
-/* Whether no logit is NaN and the largest is finite. */
-static int is_row_sound(const float *logits, int vocab_size) {
-    float peak = -INFINITY;
-    int i = 0;
-    for (; i + BLOCK <= vocab_size; i += BLOCK) {
-        const float largest = largest_of(logits + i);
-        if (isnan(largest)) return 0;
-        peak = largest <= peak ? peak : largest;
-    }
-    for (; i < vocab_size; i++) {
-        if (isnan(logits[i])) return 0;
-        peak = logits[i] <= peak ? peak : logits[i];
-    }
-    return isfinite(peak);
-}
-
-/* A bit a token of up to 64, lowest first: those that are 0 may not come. */
-static void forbid_word(float *logits, uint64_t bits, int count) {
-    for (int i = 0; i < count; i++) {
-        if (!(bits >> i & 1)) logits[i] = -INFINITY;
-    }
-}
-
-/* Masks are nearly empty or nearly full: most words are one of two. */
-static void forbid_row(void *context, int unit, int thread) {
-    (void)thread;
-    const quire_forbidding *args = context;
-    float *logits = args->logits + (size_t)args->rows[unit] * (size_t)args->vocab_size;
-    const uint8_t *mask = args->masks + (size_t)unit * (size_t)args->mask_bytes;
-    args->is_sound[unit] = (uint8_t)is_row_sound(logits, args->vocab_size);
-    int first = 0;
-    for (; first + 64 <= args->vocab_size; first += 64) {
-        uint64_t bits = 0;
-        for (int i = 0; i < 8; i++) bits |= (uint64_t)mask[first / 8 + i] << 8 * i;
-        if (!bits) {
-            for (int i = 0; i < 64; i++) logits[first + i] = -INFINITY;
-        } else if (~bits) {
-            forbid_word(logits + first, bits, 64);
-        }
-    }
-    for (; first < args->vocab_size; first += 8) {
-        forbid_word(logits + first, mask[first / 8], args->vocab_size - first < 8 ? args->vocab_size - first : 8);
-    }
-}
-
-void quire_forbid(quire_engine *engine, const quire_forbidding *args) {
-    quire_forbidding copy = *args;
-    quire_run(engine, forbid_row, &copy, args->num_rows);
 }

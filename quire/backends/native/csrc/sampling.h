@@ -14,10 +14,12 @@ typedef struct { /* how the token of one row is chosen */
 
 typedef struct {
     int32_t num_rows, vocab_size; /* S, V */
-    const float *logits;          /* [S, V], after penalties, bias and what is forbidden */
+    float *logits;                /* [S, V], after penalties and bias; minus infinity where a mask forbids a token */
+    const uint8_t *const *masks;  /* [S]: what a grammar allows, a bit a token, lowest first; or NULL: anything */
     const quire_choice *choices;  /* [S] */
     int32_t *tokens;              /* [S]: out, always in [0, V) */
     uint8_t *is_sound;            /* [S]: out, whether no logit is NaN and the largest is finite */
+    uint8_t *was_sound;           /* [S]: out, the same before the mask */
 } quire_sampling;
 
 typedef struct {
@@ -30,17 +32,8 @@ typedef struct {
     float *top_logprobs;                   /* [N, K]: out */
 } quire_ranking;
 
-typedef struct { /* tokens that a grammar does not allow */
-    int32_t num_rows, vocab_size, mask_bytes; /* N, V, at least V / 8 rounded up */
-    float *logits;                            /* [any, V]: minus infinity where the bit of a token is not set */
-    const int32_t *rows;                      /* [N]: which of them, none twice */
-    const uint8_t *masks;                     /* [N, mask_bytes]: a bit a token, lowest first */
-    uint8_t *is_sound;                        /* [N]: out, as in quire_sampling, of the logits as they came */
-} quire_forbidding;
-
 /* 0: ran; -1: no memory for it */
 QUIRE_API int quire_sample(quire_engine *engine, const quire_sampling *args);
 QUIRE_API int quire_rank(quire_engine *engine, const quire_ranking *args);
-QUIRE_API void quire_forbid(quire_engine *engine, const quire_forbidding *args);
 
 #endif
