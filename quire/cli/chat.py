@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
+from quire.cli.remote import plain
 from quire.cli.speaker import Bill, Piece, Speaker
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
@@ -161,6 +162,7 @@ class Repl:
         def take(piece: Piece) -> None:
             turn.pace.take(piece)
             pieces.append(piece)
+            self._speech.think(piece.thought)
             self._speech.say(piece.text)
 
         is_stopped = False
@@ -174,18 +176,31 @@ class Repl:
             self._speech.end_line()
         turn.pace.settle(turn.bill)
         self._last = turn
+        answer = "".join(piece.text for piece in pieces)
         if is_stopped:
             _complain("stopped")
-        elif pieces and pieces[-1].finish_reason == "length":
-            self._tell_length(turn)
-        return "".join(piece.text for piece in pieces)
+        else:
+            self._tell_ending(turn, pieces, has_answered=bool(answer))
+        return answer
 
-    def _tell_length(self, turn: _Turn) -> None:
+    def _tell_ending(self, turn: _Turn, pieces: list[Piece], *, has_answered: bool) -> None:
+        """Where the answer was no plain one: a line that says what it was."""
+        reason = pieces[-1].finish_reason if pieces else None
+        if refusal := "".join(piece.refusal for piece in pieces):
+            _complain(f"the model refused: {plain(refusal)}")
+        elif reason == "content_filter":
+            _complain("a filter of the server ended the answer")
+        if calls := ", ".join(name for piece in pieces for name in piece.calls):
+            _complain(f"the model called {calls}: quire chat has no tools, and the call is forgotten")
+        if reason == "length":
+            self._tell_length(turn, "" if has_answered else " before it began to answer")
+
+    def _tell_length(self, turn: _Turn, when: str) -> None:
         if turn.pace.num_tokens == self.params.max_tokens:
-            _complain(f"stopped at max_tokens = {self.params.max_tokens}; /set max_tokens N changes it")
+            _complain(f"stopped at max_tokens = {self.params.max_tokens}{when}; /set max_tokens N changes it")
         else:
             size = self.speaker.max_context
-            _complain(f"stopped: the context of {size} tokens is full. /reset forgets the conversation")
+            _complain(f"stopped{when}: the context of {size} tokens is full. /reset forgets the conversation")
 
     # Commands
 

@@ -173,6 +173,7 @@ class _Sample:
     """One answer, as far as it has come."""
 
     text: str = ""
+    thought: str = ""
     num_tokens: int | None = 0  # None: nobody counted them
     num_printed: int = 0  # characters
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -180,6 +181,7 @@ class _Sample:
 
     def take(self, piece: Piece) -> None:
         self.text += piece.text
+        self.thought += piece.thought
         self.logprobs += piece.logprobs
         if self.num_tokens is not None:
             self.num_tokens = None if piece.num_tokens is None else self.num_tokens + piece.num_tokens
@@ -204,6 +206,8 @@ class _Printer:
         if self._is_silent:
             return
         try:
+            if piece.index == self._current:
+                self._speech.think(piece.thought)
             self._print()
         except OSError:
             self._is_broken = True
@@ -268,7 +272,7 @@ def _document(
 
 
 def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
-    document: dict[str, Any] = {"text": sample.text}
+    document: dict[str, Any] = {"text": sample.text, **({"reasoning": sample.thought} if sample.thought else {})}
     if sample.end is not None:
         document["finish_reason"] = sample.end.finish_reason
         if sample.end.is_stop_known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import time
@@ -189,23 +190,39 @@ _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if ch
 
 
 class Speech:
-    """Writes to stdout at once, and knows whether a line is still open."""
+    """Writes to stdout at once, and knows whether a line is still open. Thoughts go beside it, where somebody looks."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
-        self._is_line_open = False
+        self._is_watched = sys.stderr.isatty()
+        self._is_dumb = os.environ.get("TERM") == "dumb"  # it would show the codes for dim letters
+        self._is_line_open = self._is_thought_open = False
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a character this terminal lacks must not end the answer
 
+    def think(self, text: str) -> None:
+        """Dimmed, on stderr, and only at a terminal: whoever reads a pipe wants the answer."""
+        if text and self._is_watched:
+            self._is_thought_open = True
+            text = text.translate(_CONTROLS)
+            typer.echo(text if self._is_dumb else typer.style(text, dim=True), nl=False, err=True)
+
     def say(self, text: str) -> None:
         if text:
+            self._end_thought()
             self._is_line_open = not text.endswith("\n")  # first: a Ctrl-C may come right behind the flush
             sys.stdout.write(text.translate(_CONTROLS) if self._is_terminal else text)
             sys.stdout.flush()
 
     def end_line(self) -> None:
+        self._end_thought()
         if self._is_line_open:
             self.say("\n")
+
+    def _end_thought(self) -> None:
+        if self._is_thought_open:
+            self._is_thought_open = False
+            typer.echo("", err=True)
 
 
 @dataclass(slots=True)
@@ -220,7 +237,7 @@ class Pace:
 
     def take(self, piece: Piece) -> None:
         """Where nobody counts the tokens, text is one, until the bill says better."""
-        self.count(int(piece.text != "") if piece.num_tokens is None else piece.num_tokens)
+        self.count(int(bool(piece.text or piece.thought)) if piece.num_tokens is None else piece.num_tokens)
 
     def settle(self, bill: Bill | None) -> None:
         if bill is not None:

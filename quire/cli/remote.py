@@ -456,10 +456,11 @@ def read_chunk(chunk: Any, *, has_stops: bool) -> tuple[list[Piece], Bill | None
 
 
 def _piece(choice: dict[str, Any], *, has_stops: bool) -> Piece:
-    delta = choice.get("delta")
-    text = choice.get("text") if delta is None else delta.get("content")
+    delta = choice.get("delta") or {}
+    text = choice.get("text") if "text" in choice else delta.get("content")
+    thought, refusal = delta.get("reasoning_content"), delta.get("refusal")
     reason = choice.get("finish_reason")
-    for value in (text, reason):
+    for value in (text, thought, refusal, reason):
         if not isinstance(value, str | None):
             raise TypeError(value)
     if reason == "error":
@@ -470,12 +471,22 @@ def _piece(choice: dict[str, Any], *, has_stops: bool) -> Piece:
     return Piece(
         index=_whole(choice["index"]),
         text=text or "",
-        num_tokens=len(logprobs) if found is not None else None if text else 0,
+        num_tokens=len(logprobs) if found is not None else None if text or thought or refusal else 0,
+        thought=thought or "",
+        calls=tuple(_called(delta)),
+        refusal=refusal or "",
         logprobs=logprobs,
         finish_reason=reason,
         stop=stop if isinstance(stop, str) else None,
         is_stop_known="stop_reason" in choice or reason != "stop" or not has_stops,
     )
+
+
+def _called(delta: dict[str, Any]) -> Iterator[str]:
+    """A call's name comes with its first part; the others bring its arguments."""
+    for call in delta.get("tool_calls") or ():
+        if name := (call.get("function") or {}).get("name"):
+            yield plain(str(name))
 
 
 def _logprobs(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.outputs import Delta, TokenLogprob
     from quire.engine.params import GenerationParams
+    from quire.text.answers import AnswerParser
 
 Ask = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
 
@@ -24,6 +25,9 @@ class Piece:
     index: int  # of the sample
     text: str
     num_tokens: int | None  # None: who answers does not count them
+    thought: str = ""  # what the model thinks aloud before it answers; always ahead of the text
+    calls: tuple[str, ...] = ()  # names of tools whose calls begin here
+    refusal: str = ""
     logprobs: tuple[dict[str, Any], ...] = ()  # as --json prints them
     finish_reason: str | None = None
     stop: str | None = None  # the stop string that ended it
@@ -70,11 +74,12 @@ class LocalSpeaker:
 
     def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill:
         problem: Exception | None = None
+        parsers = self._new_parsers(ask, params.n)
 
         def pass_on(_number: int, delta: Delta) -> None:
             nonlocal problem
             try:
-                take(_piece(delta))
+                take(_piece(delta, parsers[delta.index]))
             except Exception as error:
                 problem = error  # an LLM makes it the error of this request; here it is the caller's own
                 raise
@@ -90,6 +95,18 @@ class LocalSpeaker:
                 raise RequestFailed(completion.error)
         return Bill(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
 
+    def _new_parsers(self, ask: Ask, num_samples: int) -> list[AnswerParser]:
+        """One a sample. A model that does not think needs no second look at its prompt."""
+        from quire.engine.llm import as_chat
+        from quire.text.answers import PlainAnswer
+
+        text = self.llm.text
+        if isinstance(ask, str) or text.template.reasoning is None:
+            return [PlainAnswer() for _ in range(num_samples)]
+        chat = as_chat([dict(message) for message in ask])
+        prompt = text.encode_chat(chat, self.llm.max_context)
+        return [text.new_parser(chat, prompt) for _ in range(num_samples)]
+
     def cache_stats(self) -> CacheStats:
         return self.llm.cache_stats()
 
@@ -97,9 +114,21 @@ class LocalSpeaker:
         self.llm.close()
 
 
-def _piece(delta: Delta) -> Piece:
-    reason = None if delta.finish_reason is None else delta.finish_reason.value
-    return Piece(delta.index, delta.text, len(delta.token_ids), _documents(delta.logprobs), reason, delta.stop)
+def _piece(delta: Delta, parser: AnswerParser) -> Piece:
+    from quire.text.answers import Thought, Words
+
+    parts = parser.push(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    return Piece(
+        index=delta.index,
+        text="".join(part.text for part in parts if isinstance(part, Words)),
+        num_tokens=len(delta.token_ids),
+        thought="".join(part.text for part in parts if isinstance(part, Thought)),
+        logprobs=_documents(delta.logprobs),
+        finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
+        stop=delta.stop,
+    )
 
 
 def _documents(entries: Sequence[TokenLogprob]) -> tuple[dict[str, Any], ...]:

@@ -18,6 +18,8 @@ from quire.core.request import FinishReason
 from quire.engine.outputs import Completion, Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong
+from quire.text.answers import PlainAnswer
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 
 LIMIT_S = 240  # a machine under load
 
@@ -86,6 +88,7 @@ class EchoLLM:
 
     max_context: int = 60
     has_template: bool = True
+    thinks: bool = False  # in <think>, as one would type it
     finish: FinishReason = FinishReason.STOP
     error: str | None = None
     seen: list[list[dict[str, str]]] = field(default_factory=list)
@@ -93,7 +96,12 @@ class EchoLLM:
 
     @property
     def text(self) -> Any:
-        return SimpleNamespace(template=SimpleNamespace(exists=self.has_template))
+        format = REASONING_FORMATS[0]
+        return SimpleNamespace(
+            template=SimpleNamespace(exists=self.has_template, reasoning=format if self.thinks else None),
+            encode_chat=lambda _chat, _max_context: (),
+            new_parser=lambda _chat, _prompt: ThoughtParser(format, Opening.FREE, PlainAnswer()),
+        )
 
     def chat(self, messages: list[dict[str, str]], params: GenerationParams, on_output: Any) -> list[GenerationOutput]:
         self.seen.append(messages)

@@ -170,6 +170,11 @@ def said(text: str, finish: str = "stop") -> Reply:
     return stream(role, *(chunk(choice(piece)) for piece in pieces), ending, usage(7, len(words) + 1, 3), DONE)
 
 
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    """A chunk that brings something else than words."""
+    return chunk({"index": 0, "delta": fields, "finish_reason": finish})
+
+
 def endless(text: str) -> Reply:
     """Goes on for as long as somebody reads."""
     body = (event(chunk(choice(f"{text}{number} "))) for number in count())

@@ -184,6 +184,23 @@ def test_an_answer_cut_short_says_by_what(echo: EchoLLM) -> None:
     ]
 
 
+def test_thoughts_are_no_part_of_the_talk(echo: EchoLLM) -> None:
+    echo.thinks = True
+    outcome = talk("<think>Hm, a fox.</think>\\", "A fox.", "And then?")
+    assert (outcome.stdout, outcome.stderr) == ("A fox.\nAnd then?\n", "")  # nobody looks: no terminal
+    assert [message["content"] for message in echo.seen[-1]][1:] == ["A fox.", "And then?"]
+
+
+def test_an_answer_that_never_got_beyond_its_thought_is_forgotten(echo: EchoLLM) -> None:
+    echo.thinks, echo.finish = True, FinishReason.LENGTH
+    outcome = talk("<think>Hm", "<think>Hm, well", options=("--max-tokens", "1"))
+    assert outcome.stderr.splitlines() == [
+        "[stopped at max_tokens = 1 before it began to answer; /set max_tokens N changes it]",
+        "[stopped before it began to answer: the context of 60 tokens is full. /reset forgets the conversation]",
+    ]
+    assert len(echo.seen[-1]) == 1
+
+
 def test_an_answer_that_failed_says_why_and_is_forgotten(echo: EchoLLM) -> None:
     echo.finish, echo.error = FinishReason.ERROR, "not a number"
     outcome = talk("one", "two")

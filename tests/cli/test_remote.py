@@ -30,6 +30,7 @@ from tests.cli.scripted import (
     ScriptedServer,
     choice,
     chunk,
+    delta,
     document,
     endless,
     event,
@@ -455,6 +456,8 @@ def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
         (stream([1]), "URL sent a chunk that is none: [1]"),
         (stream({}), "URL sent a chunk that is none: {}"),
         (stream(chunk(choice(3))), "URL sent a chunk that is none: "),  # type: ignore[arg-type]
+        (stream(delta(reasoning_content=3)), "URL sent a chunk that is none: "),
+        (stream(delta(tool_calls=[3])), "URL sent a chunk that is none: "),
         (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a chunk that is none: "),
         (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a chunk that is none: "),
         (document({"choices": []}), "URL sent no event stream, but: 'application/json'"),
@@ -624,3 +627,54 @@ def test_an_answer_cut_short_says_by_what(server: ScriptedServer) -> None:
         "[stopped: the context of 60 tokens is full. /reset forgets the conversation]",
         "[stopped at max_tokens = 3; /set max_tokens N changes it]",
     ]
+
+
+def thinking(*thoughts: str) -> list[dict[str, Any]]:
+    return [delta(reasoning_content=thought) for thought in thoughts]
+
+
+def test_thoughts_are_shown_dimmed_and_not_sent_back(server: ScriptedServer) -> None:
+    server.answers(stream(*thinking("Hm, \x1b[7m", "a fox."), chunk(choice("A fox.", 0, "stop")), DONE), said("Two."))
+    terminal = Terminal("chat", env={"QUIRE_SERVER": server.url, "TERM": "xterm"})
+    try:
+        at = terminal.wait_for("/help for help.\r\n> ")
+        terminal.type("Who?\n")
+        shown = "\x1b[2mHm, \ufffd[7m\x1b[0m\x1b[2ma fox.\x1b[0m\r\nA fox.\r\n> "
+        at = terminal.wait_for(shown, after=at)
+        terminal.type("And?\n")
+        terminal.wait_for("Two.\r\n> ", after=at)
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.close()
+    first, second = server.posted()
+    answer = {"role": "assistant", "content": "A fox."}
+    assert second["messages"] == [*first["messages"], answer, {"role": "user", "content": "And?"}]
+
+
+def test_thoughts_stay_out_of_a_pipe_and_json_has_them(server: ScriptedServer) -> None:
+    server.answers(stream(*thinking("Hm, ", "a fox."), chunk(choice("A fox.", 0, "stop")), usage(1, 4), DONE))
+    outcome = run("generate", "Who?", "--server", server.url)
+    assert (outcome.stdout, outcome.stderr) == ("A fox.\n", "")
+    found = json.loads(run("generate", "Who?", "--json", "--server", server.url).stdout)
+    assert (found["text"], found["reasoning"]) == ("A fox.", "Hm, a fox.")
+
+
+def test_an_answer_that_is_no_plain_one_says_what_it_is(server: ScriptedServer) -> None:
+    called = [{"index": 0, "id": "a", "type": "function", "function": {"name": "look_up", "arguments": ""}}]
+    more = [{"index": 0, "function": {"arguments": "{}"}}]
+    server.answers(
+        stream(delta(tool_calls=called), delta(tool_calls=more), delta("tool_calls"), DONE),
+        stream(delta(refusal="I will\x1b not."), delta("stop"), DONE),
+        stream(chunk(choice("It")), delta("content_filter"), DONE),
+        stream(*thinking("Hm"), delta("length"), usage(1, 3), DONE),
+        said(PARIS),
+    )
+    outcome = talk(server, "one", "two", "three", "four", "five", options=("--max-tokens", "3"))
+    assert outcome.stderr.splitlines() == [
+        "[the model called look_up: quire chat has no tools, and the call is forgotten]",
+        "[the model refused: I will  not.]",
+        "[a filter of the server ended the answer]",
+        "[stopped at max_tokens = 3 before it began to answer; /set max_tokens N changes it]",
+    ]
+    assert [message["content"] for message in server.posted()[-1]["messages"]] == ["three", "It", "five"]
