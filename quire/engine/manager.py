@@ -181,7 +181,8 @@ class Manager:
         """When what is under way has ended; forced, it is cut. What comes meanwhile waits, and has it loaded again."""
         if seat.state is ModelState.LOADING and seat.loading is not None:
             if is_forced:
-                seat.loading.cancel()
+                # Its first step comes before this: cancelled earlier, it would tell nobody that it is over.
+                asyncio.get_running_loop().call_soon(_cancel_once, seat.loading)
             await asyncio.wait({seat.loading})
         if seat.state is ModelState.READY:
             self._leave(seat, for_room=False)
@@ -216,7 +217,7 @@ class Manager:
                 seat.idle_timer.cancel()
             for task in (seat.loading, seat.leaving):
                 if task is not None and not seat.is_closing:
-                    task.cancel()
+                    _cancel_once(task)
         tasks = [task for seat in self.seats for task in (seat.loading, seat.leaving) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
@@ -252,6 +253,7 @@ class Manager:
                 seat.began_s = time.monotonic()
                 await self._load_within(seat)
         except asyncio.CancelledError:
+            log.info("%s was unloaded before it was ready", seat.name)
             self._fail(seat, LoadFailed(f"{seat.name} was unloaded before it was ready"), is_counted=False)
             seat.state = ModelState.UNLOADED
             raise
@@ -270,6 +272,8 @@ class Manager:
             seat.began_s = None
             seat.loading = None
             self._change.set()
+            if seat.state is ModelState.UNLOADED and seat.waiters and not self._is_closed:
+                self._want(seat)  # they came while a load that nobody wanted any more was given up
 
     async def _load_within(self, seat: Seat) -> None:
         """What it holds may be more than was estimated. Then others go; where none can, it is loaded once more with
@@ -458,6 +462,12 @@ class Manager:
     def _lease(self, seat: Seat) -> None:
         seat.num_leases += 1
         seat.last_use = next(self._uses)
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """A second time would disturb it while it gives back what it has, and a process would stay for good."""
+    if not task.cancelling():
+        task.cancel()
 
 
 def _size(num_bytes: int) -> str:

@@ -454,6 +454,76 @@ def test_unload_by_force_ends_a_load() -> None:
     run(test)
 
 
+def test_unload_by_force_ends_a_load_that_has_not_begun() -> None:
+    """It is cancelled before its first step: whoever waits is told, and the next one has it loaded."""
+
+    async def test() -> None:
+        rig = Rig("a", None)
+
+        wants = rig.begin("a")
+        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True))  # comes right behind it
+        await unloading
+        with pytest.raises(LoadFailed, match="unloaded before it was ready"):
+            await wants
+        await rig.touch("a")
+
+    run(test)
+
+
+def test_unload_by_force_twice_lets_a_load_give_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        rig = Rig("a", None)
+
+        async def load(kv_bytes: int | None) -> int:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await settle(5)
+                rig.log.append("given back")
+            return 0
+
+        monkeypatch.setattr(rig.models["a"], "load", load)
+        wants = rig.begin("a")
+        await settle()
+        keepers = []
+        for _ in range(3):
+            keepers.append(asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True)))
+            await settle(2)
+        await asyncio.gather(*keepers)
+        with pytest.raises(LoadFailed, match="unloaded before it was ready"):
+            await wants
+        assert rig.log == ["given back"]
+
+    run(test)
+
+
+def test_who_comes_while_a_load_is_given_up_has_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are larger than was thought, and nobody waits any more for the room they need."""
+
+    async def test() -> None:
+        rig = Rig("ab", 80)
+        rig.models["b"].truth_bytes = 50
+
+        async def unload() -> None:
+            rig.log.append("unload b")
+            await settle(5)
+
+        monkeypatch.setattr(rig.models["b"], "unload", unload)
+        await rig.hold("a")
+        first = rig.begin("b")
+        await settle()
+        assert rig.states() == "a:unloading b:loading"
+        first.cancel()
+        while rig.log[-1] != "unload b":
+            await asyncio.sleep(0)
+        second = rig.begin("b")
+        await settle()
+        rig.release("a")
+        await second
+
+    run(test)
+
+
 def test_an_unload_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
