@@ -266,6 +266,42 @@ def test_several_models_are_loaded_pinned_and_unloaded(browser: Browser, tiny_mo
         assert [text for text in browser.complaints() if "400" not in text] == []
 
 
+SCRIPTED = """
+window.asked = [];
+const real = window.fetch, answers = arguments[0];
+window.fetch = async (path, more) => {
+  if (path !== "v1/chat/completions") return real(path, more);
+  asked.push(JSON.parse(more.body).messages);
+  const chunks = answers.shift().map(([delta, finish_reason]) => ({ choices: [{ index: 0, delta, finish_reason }] }));
+  const frames = [...chunks.map((one) => JSON.stringify(one)), "[DONE]"];
+  return new Response(frames.map((one) => `data: ${one}\\n\\n`).join(""));
+};
+"""
+
+
+def thoughts_and_calls(browser: Browser) -> None:
+    """No model here thinks, so the browser itself makes up the answers."""
+
+    def say(text: str, number: int) -> str:
+        browser.type("#text", text + "\n")
+        ended = f"return !document.getElementById('send').hidden && asked.length === {number}"
+        browser.wait("the answer ends", lambda: browser.run(ended))
+        return str(browser.run("return document.querySelector('#log').lastChild.innerText"))
+
+    thought = [{"reasoning_content": "Hm, <b>a"}, None], [{"reasoning_content": " fox."}, None]
+    call = [{"tool_calls": [{"index": 0, "function": {"name": "look_up", "arguments": "{}"}}]}, "tool_calls"]
+    refusal = [[{"refusal": "I will not."}, "stop"]]
+    browser.run(SCRIPTED, [[*thought, [{"content": "A fox."}, "stop"]], [call], [*thought, [{}, "length"]], refusal])
+    assert say("Who?", 1).split() == ["Hm,", "<b>a", "fox.", "A", "fox."]
+    colour = "return getComputedStyle(document.querySelector(arguments[0])).color"
+    assert browser.run(colour, "#log .thoughts") == browser.run(colour, ".note") != browser.run(colour, "#log .words")
+    assert "called look_up." in say("Look.", 2)
+    assert "Cut off by its length before it began to answer." in say("Think.", 3)
+    assert "The model refused: I will not." in say("Do.", 4)
+    answered = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A fox."}]
+    assert browser.run("return asked.at(-1)") == [*answered, {"role": "user", "content": "Do."}]
+
+
 @needs_browser
 def test_it_comes_back_with_the_server_and_shows_names_as_text(browser: Browser, tiny_model: Path) -> None:
     evil = "<img src=x onerror=alert(1)>"
@@ -274,6 +310,7 @@ def test_it_comes_back_with_the_server_and_shows_names_as_text(browser: Browser,
         browser.wait("it opens", lambda: is_open(browser))
         assert browser.text("#tabs") == evil
         assert browser.run("return document.querySelectorAll('#tabs img, #models img').length") == 0
+        thoughts_and_calls(browser)
         port = str(first.address[1])
         first.stop(20)
         browser.wait("it says that the server is away", lambda: "away" in browser.text("#state"))

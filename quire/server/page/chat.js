@@ -65,34 +65,61 @@ const fail = (node, error) => {
   toEnd();
 };
 
+// One answer as it grows: thoughts dimmed above the words, and what else it was in a line below them.
+const newAnswer = () => {
+  const { node, words } = entry("assistant", "");
+  const thoughts = make("p", { class: "thoughts", "aria-label": "Thoughts" });
+  const answer = { node, said: "", thought: "", refusal: "", calls: [], reason: null };
+  answer.grow = ({ delta, finish_reason: reason }) => {
+    answer.said += delta.content || "";
+    answer.thought += delta.reasoning_content || "";
+    answer.refusal += delta.refusal || "";
+    for (const call of delta.tool_calls || []) if (call.function.name) answer.calls.push(call.function.name);
+    answer.reason = reason || answer.reason;
+    if (answer.thought && !thoughts.isConnected) words.before(thoughts);
+    setText(thoughts, answer.thought);
+    setText(words, answer.said);
+    toEnd();
+  };
+  answer.end = () => {
+    words.hidden = !answer.said;
+    const tell = (text) => node.append(make("p", { class: "note" }, text));
+    if (answer.refusal) tell("The model refused: " + answer.refusal);
+    if (answer.calls.length) tell("The model called " + answer.calls.join(", ") + ". This page has no tools: the call is forgotten.");
+    if (answer.reason === "length") tell(answer.said ? "Cut off by its length." : "Cut off by its length before it began to answer.");
+  };
+  return answer;
+};
+
 const send = async (text) => {
   const controller = new AbortController();
   busy(controller);
-  turns.push({ role: "user", content: text });
+  const talk = turns; // another chat may have begun when this answer ends
+  talk.push({ role: "user", content: text });
   entry("user", text);
-  const { node, words } = entry("assistant", "");
-  let said = "", cache = null, usage = null;
+  const answer = newAnswer();
+  let cache = null, usage = null;
   const began = performance.now();
   try {
     const body = {
-      model, messages: turns, max_tokens: MAX_TOKENS, temperature: 0, stream: true, cache: true, stream_options: { include_usage: true },
+      model, messages: talk, max_tokens: MAX_TOKENS, temperature: 0, stream: true, cache: true, stream_options: { include_usage: true },
     };
-    const answer = await post("v1/chat/completions", body, controller.signal);
-    for await (const data of events(answer)) {
+    for await (const data of events(await post("v1/chat/completions", body, controller.signal))) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      for (const choice of chunk.choices || []) said += choice.delta.content || "";
+      (chunk.choices || []).forEach(answer.grow);
       cache = chunk.cache || cache;
       usage = chunk.usage || usage;
-      setText(words, said);
-      toEnd();
     }
-    explain(node, cache, usage, (performance.now() - began) / 1000);
+    answer.end();
+    explain(answer.node, cache, usage, (performance.now() - began) / 1000);
   } catch (error) {
-    fail(node, error);
+    fail(answer.node, error);
   }
-  turns.push({ role: "assistant", content: said });
+  // Without thoughts. Where nothing was said the question goes too: roles alternate.
+  if (answer.said) talk.push({ role: "assistant", content: answer.said });
+  else talk.pop();
   busy(null);
 };
 
