@@ -125,8 +125,8 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
         if field not in known:
             raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
     name = _text(given, "model")
-    if name is None:
-        raise InvalidRequest("model is missing")
+    if not name:
+        raise InvalidRequest("model is missing" if name is None else "model = '' is no name, folder or file")
     served = _text(given, "name") or _served_name(name)
     aliases = given.get("aliases") or []
     aliases = [aliases] if isinstance(aliases, str) else aliases
@@ -153,7 +153,10 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
 @contextmanager
 def _fields_named() -> Iterator[None]:
     """Let an error name the field as the file has it."""
-    theirs = {ours: name for name, ours in ENGINE_FIELDS.items()} | {"idle_unload_s": "idle_unload"}
+    theirs = {ours: name for name, ours in ENGINE_FIELDS.items()} | {
+        "idle_unload_s": "idle_unload",
+        "served_model_name": "name or aliases",
+    }
     try:
         yield
     except InvalidRequest as error:

@@ -78,7 +78,7 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
         raise InvalidRequest("tool_choice asks for a call, and tools has none")
 
 
-def check_call(call: ToolCall, path: str) -> None:
+def check_call(call: ToolCall, path: str, arguments_name: str = "arguments") -> None:
     if not _NAME.fullmatch(call.name):
         raise InvalidRequest(f"{path}.name = {call.name!r:.80} is not 1 to 64 of A-Z a-z 0-9 _ -")
     if not 1 <= len(call.call_id) <= MAX_CALL_ID_CHARS:
@@ -89,9 +89,11 @@ def check_call(call: ToolCall, path: str) -> None:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{path}.arguments is not a JSON object")
+        raise InvalidRequest(f"{path}.{arguments_name} is not a JSON object")
     if not _is_shallow(arguments):
-        raise InvalidRequest(f"{path}.arguments is nested more than {MAX_ARGUMENTS_DEPTH} deep")
+        raise InvalidRequest(f"{path}.{arguments_name} is nested more than {MAX_ARGUMENTS_DEPTH} deep")
+    # The escape of half a character is JSON, and no text that a template could write.
+    check_text(json.dumps(arguments, ensure_ascii=False), name=f"{path}.{arguments_name}")
 
 
 def _is_shallow(value: object) -> bool:

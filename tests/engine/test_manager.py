@@ -474,7 +474,7 @@ def test_unload_by_force_twice_lets_a_load_give_back_what_it_has(monkeypatch: py
     async def test() -> None:
         rig = Rig("a", None)
 
-        async def load(kv_bytes: int | None) -> int:
+        async def load(_: int | None) -> int:
             try:
                 await asyncio.Event().wait()
             finally:

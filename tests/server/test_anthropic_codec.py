@@ -365,6 +365,13 @@ def test_cache_control_of_tools_keeps_them_with_the_system_text() -> None:
     assert parse(tools=[marked]).breakpoints == (Breakpoint(0, -1, 3600.0),)
 
 
+USE = {"type": "tool_use", "id": "x", "name": "f"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -390,6 +397,10 @@ def test_cache_control_of_tools_keeps_them_with_the_system_text() -> None:
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}, *HELLO]},
             r"^messages\.0\.content\.0\.name is missing",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "input": nested(65)}]}, *HELLO]},
+            r"^messages\.0\.content\.0\.input is nested more than 64 deep",
         ),
     ],
 )

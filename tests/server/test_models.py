@@ -294,6 +294,8 @@ models:
     ("entries", "message"),
     [
         ("[{name: x}]", "models[0].model is missing"),
+        ("[{model: ''}]", "models[0].model = '' is no name"),
+        ("[{model: A, aliases: ['']}]", "models[0].name or aliases = ('A', '') has an entry that is no name"),
         ("[{model: A, num_block: 3}]", "models[0].num_block: there is no such field"),
         ("[{model: A}, {model: B, num_blocks: many}]", "models[1].num_blocks = 'many' is not a whole number"),
         ("[{model: A, kv_memory: lots}]", "models[0].kv_memory = 'lots' is not a size"),

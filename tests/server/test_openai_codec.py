@@ -342,6 +342,16 @@ BAD_MESSAGES: list[tuple[list[dict[str, Any]], str, str]] = [
         "arguments is not a JSON object",
         "tool_calls[0].function.arguments",
     ),
+    (
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+            }
+        ],
+        "arguments has a lone surrogate U+D800",
+        "tool_calls[0].function.arguments",
+    ),
     ([{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "is not supported", "function_call"),
     ([{"role": "assistant", "content": "", "audio": {"id": "a"}}], "is not supported", "audio"),
 ]
@@ -746,6 +756,18 @@ def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: 
         {"name": "now", "arguments": "{}"},
     ]
     assert found.choices[0].finish_reason == told
+
+
+def test_a_call_that_a_stop_string_cut_is_not_told_as_one() -> None:
+    """Who reads `tool_calls` reads its arguments as JSON."""
+    one = Completion(0, "".join(SPOKEN), (1, 2), FinishReason.STOP, stop="lo")
+    made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading)
+    assert made.choices[0].finish_reason == "stop"
+    encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
+    for text in SPOKEN:
+        encoder.chunks([(0, delta(text))])
+    encoder.chunks([(0, delta("", FinishReason.STOP))])
+    assert b'"finish_reason":"stop"' in encoder.last(USAGE, None)
 
 
 def test_logprobs_of_tokens_that_become_no_words_yet_are_told() -> None:

@@ -239,7 +239,7 @@ def _call(block: Block, path: str) -> ToolCall:
     except RecursionError:
         raise ApiError(Kind.INVALID, f"{path}.input is nested too deeply", param=f"{path}.input") from None
     call = ToolCall(_given(block.id, f"{path}.id"), _given(block.name, f"{path}.name"), arguments)
-    check_call(call, path)
+    check_call(call, path, "input")
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -203,7 +204,7 @@ class ChatChoices:
     def __init__(self, new_parser: NewParser) -> None:
         self._new_parser = new_parser
         self._parsers: dict[int, AnswerParser] = {}
-        self._callers: set[int] = set()  # choices that called a tool
+        self._arguments: dict[int, str] = {}  # of the last call, for choices that called a tool
 
     def begin(self, index: int) -> ChatChunkChoice:
         self._parsers[index] = self._new_parser()
@@ -214,8 +215,11 @@ class ChatChoices:
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.finish()
-        if any(isinstance(piece, CallStart) for piece in pieces):
-            self._callers.add(index)
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                self._arguments[index] = ""
+            elif isinstance(piece, CallArguments):
+                self._arguments[index] += piece.text
         chunks = [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
         if delta.logprobs:  # of whatever the tokens became
             chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
@@ -223,7 +227,7 @@ class ChatChoices:
         return chunks
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> ChatChunkChoice:
-        reason = _reason(finish_reason, has_calls=index in self._callers)
+        reason = _reason(finish_reason, self._arguments.get(index))
         return ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=stop_reason(stop))
 
 
@@ -247,7 +251,8 @@ def whole_chat(
         parser = new_parser()
         message = _answer_message([*parser.push(one.text), *parser.finish()])
         logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
-        reason = _reason(finish_reason(one.finish_reason, one.error), has_calls=bool(message.tool_calls))
+        arguments = message.tool_calls[-1].function.arguments if message.tool_calls else None
+        reason = _reason(finish_reason(one.finish_reason, one.error), arguments)
         choices.append(ChatChoice(len(choices), message, logprobs, reason, stop_reason(one.stop)))
     return ChatCompletion(
         **msgspec.structs.asdict(head),
@@ -283,9 +288,20 @@ def _answer_message(pieces: Sequence[Piece]) -> ChatAnswerMessage:
     )
 
 
-def _reason(finish_reason: str, *, has_calls: bool) -> str:
-    """An answer that was cut off says so, whatever it called."""
-    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
+def _reason(finish_reason: str, last_arguments: str | None) -> str:
+    """An answer that was cut off says so, whatever it called; a stop string may cut it in the middle of a call."""
+    is_called = finish_reason == "stop" and last_arguments is not None and _is_json(last_arguments)
+    return "tool_calls" if is_called else finish_reason
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except RecursionError:
+        return text.endswith("}")
+    except ValueError:
+        return False
+    return True
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
