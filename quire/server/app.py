@@ -27,7 +27,7 @@ from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.models import Models
 from quire.server.openai import chat, completions, models, responses
-from quire.server.openai.errors import OPENAI
+from quire.server.openai.errors import OPENAI, RESPONSES
 from quire.server.openai.responses_types import ResponseObject, ResponsesRequest
 from quire.server.openai.types import (
     ChatCompletion,
@@ -92,7 +92,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST", "/v1/responses", responses.responses, "Answer a conversation, OpenAI's newer way. Nothing is stored.",
-        ResponsesRequest, ResponseObject, streams=True, generates=True, tag="openai",
+        ResponsesRequest, ResponseObject, RESPONSES, streams=True, generates=True, tag="openai",
     ),
     Endpoint("GET", "/v1/models", models.list_models, "The models served here.", answer=ModelList, tag="openai"),
     Endpoint(

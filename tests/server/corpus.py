@@ -14,6 +14,8 @@ import msgspec
 
 from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.cache import ExplainRequest, PinRequest, UnpinRequest
+from quire.server.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
+from quire.server.openai.responses_types import ResponsesRequest
 from quire.server.openai.support import ACCEPTED
 from quire.server.openai.types import ChatCompletionRequest, CompletionRequest
 from quire.server.ops import DetokenizeRequest, TokenizeRequest
@@ -21,6 +23,7 @@ from quire.server.ops import DetokenizeRequest, TokenizeRequest
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 COUNT = "/v1/messages/count_tokens"
 EXPLAIN = "/v1/cache/explain"
 PIN = "/v1/cache/pin"
@@ -38,6 +41,7 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI], "max_tokens": 2},
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 2},
     MESSAGES: {"model": "tiny", "messages": [HI], "max_tokens": 2},
+    RESPONSES: {"input": "Hi", "max_output_tokens": 2},
     COUNT: {"model": "tiny", "messages": [HI]},
     EXPLAIN: {"prompt": "Hi"},
     PIN: {"prompt": "Hi"},
@@ -50,6 +54,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     CHAT: ChatCompletionRequest,
     COMPLETIONS: CompletionRequest,
     MESSAGES: MessagesRequest,
+    RESPONSES: ResponsesRequest,
     COUNT: CountTokensRequest,
     EXPLAIN: ExplainRequest,
     PIN: PinRequest,
@@ -166,6 +171,10 @@ _DEEP = (
     (COMPLETIONS, "stop"),
     (MESSAGES, "metadata"),
     (MESSAGES, "system"),
+    (RESPONSES, "metadata"),
+    (RESPONSES, "input"),
+    (RESPONSES, "text"),
+    (RESPONSES, "tools"),
     (COUNT, "tools"),
     (EXPLAIN, "prompt"),
     (TOKENIZE, "messages"),
@@ -187,6 +196,8 @@ _NO_NUMBERS = (
     (COMPLETIONS, "logit_bias", '{"5": NaN}'),
     (MESSAGES, "temperature", "NaN"),
     (MESSAGES, "max_tokens", "Infinity"),
+    (RESPONSES, "temperature", "NaN"),
+    (RESPONSES, "max_output_tokens", "1e"),
 )
 
 
@@ -236,6 +247,17 @@ def _numbers() -> Iterator[Hostile]:
     yield field(COMPLETIONS, "logprobs", 21)
     yield field(COMPLETIONS, "logprobs", True)
     yield field(COMPLETIONS, "best_of", 10**6)
+    yield field(RESPONSES, "max_output_tokens", 0)
+    yield field(RESPONSES, "max_output_tokens", 2**63)
+    yield field(RESPONSES, "max_output_tokens", "many")
+    yield field(RESPONSES, "n", 2)
+    yield field(RESPONSES, "top_logprobs", 21)
+    yield field(RESPONSES, "temperature", -1)
+    yield literal(RESPONSES, "temperature", "1e999", "temperature")
+    yield field(RESPONSES, "seed", 2**70)
+    yield field(RESPONSES, "min_tokens", 3)
+    yield field(RESPONSES, "stop", [""])
+    yield field(RESPONSES, "logit_bias", {"the": 1})
     yield field(MESSAGES, "max_tokens", -1)
     yield field(MESSAGES, "max_tokens", 2**63)
     yield field(MESSAGES, "max_tokens", "many")
@@ -326,6 +348,63 @@ def _conversations() -> Iterator[Hostile]:
     yield field(CHAT, "continue_final_message", True)
     yield field(COMPLETIONS, "suffix", "end")
     yield field(MESSAGES, "thinking", {"type": "forever"})
+
+
+def _items() -> Iterator[Hostile]:
+    """Of /v1/responses: what is no item, or one that nothing can be made of."""
+    for label, item in (
+        ("unknown type", {"type": "hologram"}),
+        ("type of 10^6 characters", {"type": "t" * 10**6}),
+        ("type number", {"type": 7, "role": "user", "content": "Hi"}),
+        ("reference", {"type": "item_reference", "id": "msg_1"}),
+        ("unknown role", {"role": "root", "content": "Hi"}),
+        ("no role", {"content": "Hi"}),
+        ("content number", {"role": "user", "content": 7}),
+        ("content null", {"role": "user", "content": None}),
+        ("content empty", {"role": "user", "content": []}),
+        ("part without type", {"role": "user", "content": [{"text": "Hi"}]}),
+        ("part without text", {"role": "user", "content": [{"type": "input_text"}]}),
+        ("part of unknown type", {"role": "user", "content": [{"type": "thought", "text": "Hi"}]}),
+        ("image", {"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:9/a.png"}]}),
+        ("file", {"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}),
+        ("call without name", {"type": "function_call", "call_id": "c", "arguments": "{}"}),
+        ("call without id", {"type": "function_call", "name": "f", "arguments": "{}"}),
+        ("call of no JSON", {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}),
+        ("call of deep JSON", {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a":' * 900}),
+        ("output of no call", {"type": "function_call_output", "output": "x"}),
+        ("output null", {"type": "function_call_output", "call_id": "c", "output": None}),
+        ("thought number", {"type": "reasoning", "summary": 7}),
+        ("null", None),
+        ("text", "Hi"),
+    ):
+        yield field(RESPONSES, "input", [HI, item], label=label)
+    yield field(RESPONSES, "input", 7)
+    yield field(RESPONSES, "input", [])
+    yield instead(RESPONSES, "no input", {"max_output_tokens": 2}, "input")
+    yield field(RESPONSES, "input", [HI] * 100_000, label="10^5 items")
+    parts = [{"type": "input_text", "text": ""}] * 100_000
+    yield field(RESPONSES, "input", [{"role": "user", "content": parts}], label="10^5 parts")
+    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", says="context")
+    yield literal(RESPONSES, "input", '"\\ud800"', label="escaped lone surrogate")
+    yield field(RESPONSES, "instructions", 7)
+    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", says="context")
+    yield field(RESPONSES, "previous_response_id", "resp_1")
+    yield field(RESPONSES, "background", True)
+    yield field(RESPONSES, "metadata", {"a": 7})
+    yield field(RESPONSES, "include", "everything")
+    yield field(RESPONSES, "text", {"format": {"type": "yaml"}}, label="no such format")
+    yield field(RESPONSES, "text", {"format": {"type": "json_schema", "name": "a"}}, label="no schema")
+    away = {"type": "json_schema", "name": "a", "schema": {"$ref": "http://127.0.0.1:9/"}, "strict": True}
+    yield field(RESPONSES, "text", {"format": away}, label="a schema elsewhere")
+    yield field(RESPONSES, "tools", [{"type": "web_search"}], label="a server's tool")
+    yield field(RESPONSES, "tools", [{"type": "function"}], label="no name")
+    yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools")
+    yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name")
+    yield field(RESPONSES, "tool_choice", "required", label="a call of nothing")
+    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of nobody")
+    yield Hostile(
+        f"{RESPONSES} 17 MB", RESPONSES, lambda: b'{"input": "' + b"a" * (17 * 10**6) + b'"}', statuses=(413,)
+    )
 
 
 def _tools_and_shapes() -> Iterator[Hostile]:
@@ -489,7 +568,8 @@ def _wrong_types() -> Iterator[Hostile]:
     for path, struct in STRUCTS.items():
         for one in msgspec.structs.fields(struct):
             name = one.encode_name
-            if one.type is Any or name in ACCEPTED or (path == MESSAGES and name in ("metadata", "service_tier")):
+            accepted = {*ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
+            if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
                 continue  # takes anything, or refuses anything: both tested on their own
             takes_object = name in (
                 "stream_options",
@@ -500,12 +580,14 @@ def _wrong_types() -> Iterator[Hostile]:
                 "structured_outputs",
                 "guided_json",
                 "output_config",
+                "text",
+                "reasoning",
             )
             yield field(path, name, 7 if takes_object else {"x": [None]}, label="wrong type")
 
 
 def _models() -> Iterator[Hostile]:
-    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
         for label, name in (
             ("unknown", "gpt-9"),
             ("path", "../../etc/passwd"),
@@ -523,7 +605,7 @@ def _duplicates() -> Iterator[Hostile]:
 
 def corpus() -> tuple[Hostile, ...]:
     rows: list[Hostile] = []
-    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
         some = _WHOLE if path in (CHAT, MESSAGES) else _WHOLE[::5]
         rows += [whole(path, label, data) for label, data in some]
     rows += [literal(path, name, nested("[", "]"), label="10^5 deep") for path, name in _DEEP]
@@ -533,6 +615,7 @@ def corpus() -> tuple[Hostile, ...]:
         _numbers,
         _lists,
         _conversations,
+        _items,
         _tools_and_shapes,
         _templates,
         _sizes,
@@ -581,6 +664,13 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "repetition_penalty": (0, 100),
         "seed": (-(2**63), 2**64 - 1),
         "priority": (-100, 100),
+    },
+    RESPONSES: {
+        "max_output_tokens": (1, 4096),
+        "temperature": (0, 100),
+        "top_p": (0, 1),
+        "top_logprobs": (0, 20),
+        "seed": (-(2**63), 2**64 - 1),
     },
     PIN: {"ttl_s": (0, 604_800)},
 }

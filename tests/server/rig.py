@@ -243,7 +243,7 @@ class Reply:
         for frame in frames:
             if frame.startswith(b":"):
                 continue
-            shape = re.fullmatch(rb"(?:event: (\w+)\n)?data: (.+)", frame)
+            shape = re.fullmatch(rb"(?:event: ([\w.]+)\n)?data: (.+)", frame)
             assert shape is not None, frame
             name = shape[1].decode() if shape[1] else None
             found.append((name, "[DONE]" if shape[2] == b"[DONE]" else json.loads(shape[2])))
@@ -257,9 +257,9 @@ class Reply:
         if not self.headers.get("content-type", "").startswith("text/event-stream"):
             return "done" if self.status == 200 else "error"
         *_, (name, last) = self.events or [(None, None)]
-        if last == "[DONE]" or name == "message_stop":
+        if last == "[DONE]" or name in ("message_stop", "response.completed", "response.incomplete"):
             return "done"
-        return "error" if last is not None and "error" in last else "broken"
+        return "error" if last is not None and ("error" in last or name == "response.failed") else "broken"
 
 
 def request_bytes(path: str, body: object, *, key: str | None = None, method: str = "POST") -> bytes:

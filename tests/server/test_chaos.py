@@ -25,7 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES
+from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.server.rig import (
     FAKE,
     Reply,
@@ -47,10 +47,11 @@ NUM_SIGTERMS = 50
 
 def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
     """A request that goes on to its last token."""
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": max_tokens, "stream": stream, "ignore_eos": True, **more}
-    if path == COMPLETIONS:
-        return body | {"prompt": text}
-    return body | {"messages": [{"role": "user", "content": text}]}
+    body: dict[str, Any] = {"model": "tiny", "stream": stream, "ignore_eos": True, **more}
+    if path == RESPONSES:
+        return body | {"input": text, "max_output_tokens": max_tokens}
+    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return body | said | {"max_tokens": max_tokens}
 
 
 def is_healthy(server: Server) -> bool:
@@ -99,8 +100,8 @@ class Leaver:
     def _begin(self, sock: socket.socket) -> None:
         """Send a request, or part of it, and wait for part of the answer, or not."""
         chance = self._random
-        path = chance.choice((CHAT, COMPLETIONS, MESSAGES))
-        more: dict[str, Any] = {} if path == MESSAGES else {"n": chance.choice((1, 1, 1, 3))}
+        path = chance.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES))
+        more: dict[str, Any] = {"n": chance.choice((1, 1, 1, 3))} if path in (CHAT, COMPLETIONS) else {}
         if chance.random() < 0.2:
             more["cache_salt"] = f"s{chance.randrange(3)}"
         text = "word " * chance.choice((1, 5, 40, 150))
@@ -161,7 +162,7 @@ def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
 def test_a_client_that_leaves_frees_its_blocks_long_before_its_answer_is_done(
     busy: Server, path: str, is_streaming: bool
 ) -> None:
@@ -234,34 +235,45 @@ def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> N
     rng = random.Random(SEED)
     bodies = []
     for i in range(200):
-        path = (CHAT, COMPLETIONS, MESSAGES, CHAT)[i % 4]
+        path = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)[i % 4]
         text = f"Question {i % 50}: " + "why " * rng.randrange(30)
-        bodies.append((path, body_for(path, text, rng.randrange(1, 80), seed=i, temperature=1.0)))
+        bodies.append((path, rng.randrange(1, 80), text, i))
 
     async def ask_all(server: Server, *, stream: bool) -> list[Reply]:
-        return await asyncio.gather(*(ask_async(server, path, {**body, "stream": stream}) for path, body in bodies))
+        return await asyncio.gather(
+            *(
+                ask_async(server, path, body_for(path, text, num_tokens, seed=seed, temperature=1.0, stream=stream))
+                for path, num_tokens, text, seed in bodies
+            )
+        )
 
     with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", "--max-num-seqs", "200") as server:
         streamed = asyncio.run(ask_all(server, stream=True))
         whole = asyncio.run(ask_all(server, stream=False))
         server.wait_free()
-    for (path, body), stream, answer in zip(bodies, streamed, whole, strict=True):
+    ids_seen = set()
+    for (path, num_tokens, _, _), stream, answer in zip(bodies, streamed, whole, strict=True):
         assert (stream.status, stream.ending, answer.status) == (200, "done", 200), (stream, answer)
         text, ids = text_of(path, stream)
         assert len(ids) == 1
-        said = answer.json
-        if path == MESSAGES:
-            assert text == said["content"][0]["text"]
-            assert said["usage"]["output_tokens"] == body["max_tokens"]
-        else:
-            (choice,) = said["choices"]
-            assert text == (choice["text"] if path == COMPLETIONS else choice["message"]["content"])
-            assert said["usage"]["completion_tokens"] == body["max_tokens"]
-    assert len({text_of(path, stream)[1].pop() for (path, _), stream in zip(bodies, streamed, strict=True)}) == 200
+        ids_seen |= ids
+        assert (text, num_tokens) == whole_text(path, answer.json)
+    assert len(ids_seen) == 200
+
+
+def whole_text(path: str, said: Any) -> tuple[str, int]:
+    """What an answer says that came at once, and in how many tokens."""
+    if path == MESSAGES:
+        return said["content"][0]["text"], said["usage"]["output_tokens"]
+    if path == RESPONSES:
+        return said["output"][0]["content"][0]["text"] if said["output"] else "", said["usage"]["output_tokens"]
+    (choice,) = said["choices"]
+    text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+    return text, said["usage"]["completion_tokens"]
 
 
 def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
-    """What it says, and the ids its chunks have."""
+    """What a stream says, and the ids its chunks have."""
     events = [(name, data) for name, data in stream.events if data != "[DONE]"]
     if path == MESSAGES:
         names = [name for name, _ in events]
@@ -269,6 +281,11 @@ def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
         assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
         text = "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta")
         return text, {events[0][1]["message"]["id"]}
+    if path == RESPONSES:
+        assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+        assert [name for name, _ in events] == [data["type"] for _, data in events]
+        text = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
+        return text, {data["response"]["id"] for _, data in events if "response" in data}
     choices = [choice for _, data in events for choice in data["choices"]]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
     pieces = [choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices]
@@ -307,8 +324,9 @@ def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Server, number: signal.Signals) -> None:
-    """16 run and 8 wait; half of each kind speaks each protocol, and some do not stream."""
-    requests = [((CHAT, MESSAGES, COMPLETIONS, CHAT)[i % 4], i % 4 != 3) for i in range(24)]
+    """16 run and 8 wait; each protocol is among both, and some do not stream."""
+    kinds = ((CHAT, True), (MESSAGES, True), (COMPLETIONS, True), (RESPONSES, True), (CHAT, False), (RESPONSES, False))
+    requests = [kinds[i % len(kinds)] for i in range(24)]
     worker_pid = fragile.worker_pid
 
     async def lose() -> tuple[list[Reply], float]:
@@ -346,6 +364,11 @@ def check_loss(path: str, reply: Reply) -> None:
     assert reply.ending == "error", reply
     name, body = reply.events[-1] if reply.status == 200 else (None, reply.json)
     assert reply.status in (200, 500, 503)
+    if path == RESPONSES and reply.status == 200:
+        assert (name, body["type"], body["response"]["status"]) == ("response.failed",) * 2 + ("failed",)
+        assert body["response"]["error"]["code"] == "server_error"
+        assert body["response"]["error"]["message"]
+        return
     if path == MESSAGES:
         assert body["type"] == "error"
         assert name == ("error" if reply.status == 200 else None)
@@ -402,7 +425,7 @@ def test_overload_is_refused_fast_while_the_rest_is_served(tiny_model: Path) -> 
         assert 1 <= int(reply.headers["retry-after"]) <= 120
         assert reply.headers["x-should-retry"] == "true"
         assert reply.json["error"]["type"] == ("overloaded_error" if path == MESSAGES else "rate_limit_error")
-    assert {path for path, _, _ in refused} == {CHAT, MESSAGES}
+    assert {path for path, _, _ in refused} == {CHAT, MESSAGES, RESPONSES}
     took_s = sorted(took_s for _, _, took_s in refused)
     assert took_s[int(len(took_s) * 0.99)] < 3.0
 
@@ -416,10 +439,10 @@ async def flood(server: Server, *, num_clients: int, seconds: float) -> tuple[Fl
     end_s = time.monotonic() + seconds
 
     async def ask_again(number: int) -> None:
-        path = (CHAT, MESSAGES)[number % 2]
+        path = (CHAT, MESSAGES, RESPONSES)[number % 3]
         while time.monotonic() < end_s:
             started_s = time.monotonic()
-            reply = await ask_async(server, path, body_for(path, f"{number}", 20, stream=number % 3 == 0))
+            reply = await ask_async(server, path, body_for(path, f"{number}", 20, stream=number % 2 == 0))
             took_s = time.monotonic() - started_s
             (served if reply.ending == "done" else refused).append((path, reply, took_s))
             await asyncio.sleep(0 if reply.status == 200 else 0.1)
@@ -435,21 +458,24 @@ def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
         wait_until(lambda: server.stats()["num_running"], 10, "the first one runs")
 
         async def wait_all() -> list[Reply]:
-            asked = [(CHAT, False), (MESSAGES, False), (CHAT, True), (MESSAGES, True)]
+            asked = [(CHAT, False), (MESSAGES, False), (CHAT, True), (MESSAGES, True), (RESPONSES, True)]
             return await asyncio.gather(
                 *(ask_async(server, path, body_for(path, "x", 5, stream=s)) for path, s in asked)
             )
 
-        openai, anthropic, openai_stream, anthropic_stream = asyncio.run(wait_all())
+        openai, anthropic, *streams = asyncio.run(wait_all())
         assert (openai.status, anthropic.status) == (429, 529)
         assert int(openai.headers["retry-after"]) >= 1
         assert int(anthropic.headers["retry-after"]) >= 1
-        for stream in (openai_stream, anthropic_stream):  # their heads went out with the first keep-alive
+        for stream in streams:  # their heads went out with the first keep-alive
             assert stream.status == 200
             assert stream.body.startswith(b": keep-alive\n\n")
             assert stream.ending == "error"
-        assert openai_stream.events[-1][1]["error"]["code"] == "server_overloaded"
-        assert anthropic_stream.events[-1][1]["error"]["type"] == "overloaded_error"
+        (_, said), (_, anthropic_said), (name, event) = (stream.events[-1] for stream in streams)
+        assert said["error"]["code"] == event["code"] == "server_overloaded"
+        assert anthropic_said["error"]["type"] == "overloaded_error"
+        assert (name, event["type"], event["sequence_number"]) == ("error", "error", 0)
+        assert event["message"] == event["error"]["message"]
         assert server.stats()["num_waiting"] == 0
         first.close()
         server.wait_free()
@@ -652,7 +678,7 @@ class Ending:
     async def _ask(self) -> list[Reply]:
         asked: list[asyncio.Task[Reply]] = []
         for i in range({"idle": 0, "streaming": 3, "crowded": 12}[self._moment]):
-            path = (CHAT, MESSAGES, COMPLETIONS)[i % 3]
+            path = (CHAT, MESSAGES, RESPONSES, COMPLETIONS)[i % 4]
             body = body_for(path, f"{i}", self._random.choice((5, 100, 1500)), stream=self._random.random() < 0.7)
             asked.append(asyncio.create_task(ask_async(self._server, path, body)))
         for _ in range(self._random.choice((1, 2, 2))):
@@ -711,7 +737,7 @@ def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) 
                 asyncio.create_task(
                     ask_async(server, path, body_for(path, "Hi", 3900), on_data=lambda _: flowing.set())
                 )
-                for path in (CHAT, MESSAGES)
+                for path in (CHAT, MESSAGES, RESPONSES)
             ]
             await flowing.wait()
             server.process.send_signal(number)

@@ -22,6 +22,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.openai.errors import RESPONSES
 from quire.server.openai.responses import Reply
 from quire.server.openai.responses_parsing import parse_responses, parse_tools
 from quire.server.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
@@ -648,3 +649,12 @@ def test_a_failure_is_written_down_before_it_is_told() -> None:
 def test_a_failure_of_a_whole_answer_is_an_error() -> None:
     with pytest.raises(ApiError, match="it broke"):
         whole([delta("Hi"), delta("", FinishReason.ERROR)])
+
+
+def test_what_fails_before_there_is_a_response_is_an_event_of_the_protocol() -> None:
+    error = ApiError(Kind.OVERLOADED, "too many", param="input")
+    name, data = RESPONSES.event(error, "r1").decode().removesuffix("\n\n").split("\ndata: ")
+    event = SDK_EVENT.validate_json(data)
+    assert (name, event.type, event.sequence_number) == ("event: error", "error", 0)
+    assert (event.code, event.message, event.param) == ("server_overloaded", "too many", "input")
+    assert json.loads(data)["error"] == json.loads(RESPONSES.body(error, "r1"))["error"]  # by which its client raises

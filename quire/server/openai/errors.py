@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.openai.responses_types import ErrorEvent
 from quire.server.openai.types import ErrorAnswer, ErrorBody
 
 
@@ -47,14 +48,26 @@ def _status(error: ApiError) -> int:
     return _WORDS[error.kind].status
 
 
-def _body(error: ApiError, _request_id: str) -> bytes:
+def _told(error: ApiError) -> ErrorBody:
     words = _WORDS[error.kind]
     code = error.reason if error.reason in _UNSUPPORTED else words.code
-    return _encode(ErrorAnswer(ErrorBody(error.message, words.type, error.param, code)))
+    return ErrorBody(error.message, words.type, error.param, code)
+
+
+def _body(error: ApiError, _request_id: str) -> bytes:
+    return _encode(ErrorAnswer(_told(error)))
 
 
 def _event(error: ApiError, request_id: str) -> bytes:
     return b"data: " + _body(error, request_id) + b"\n\n"
 
 
+def _typed_event(error: ApiError, _request_id: str) -> bytes:
+    """Before a response began; afterwards it ends with response.failed."""
+    told = _told(error)
+    event = ErrorEvent(code=told.code, message=told.message, param=told.param, error=told)
+    return b"event: error\ndata: " + _encode(event) + b"\n\n"
+
+
 OPENAI = Dialect("openai", _status, _body, _event)
+RESPONSES = Dialect("openai", _status, _body, _typed_event)

@@ -11,6 +11,7 @@ from quire.server.openai.support import Unsupported
 from quire.server.openai.types import (
     Alternatives,
     ChatTokenLogprob,
+    ErrorBody,
     GenerationBody,
     JsonSchemaFormat,
     PromptCacheBreakpoint,
@@ -282,6 +283,15 @@ class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
 
 class ResponseFailed(ResponseEvent, tag="response.failed"):
     pass
+
+
+class ErrorEvent(Event, kw_only=True, tag="error"):
+    """Instead of a response. OpenAI documents it without `error`, and its client looks for nothing else."""
+
+    code: str | None
+    message: str
+    param: str | None
+    error: ErrorBody
 
 
 class OutputItemAdded(Event, kw_only=True, tag="response.output_item.added"):
