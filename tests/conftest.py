@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tests.tiny import write_tiny_model
 os.environ["OMP_NUM_THREADS"] = "1"
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # must stand before Triton is imported anywhere
+# Hundreds of processes start here: what they import is compiled once, whatever this shell thinks of that.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
 
 

@@ -19,6 +19,7 @@ from quire.core.scheduler import Scheduler
 from quire.errors import InvariantViolation
 
 _state = attrgetter("state", "slot", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published")
+_tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # of a request that waits
 
 
@@ -29,7 +30,7 @@ def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None)
     """
     cache = scheduler.cache
     running, waiting = list(scheduler.running), list(scheduler.waiting)  # once: this runs after every event of a world
-    held = list(chain.from_iterable(request.block_table for request in running))
+    held = list(chain.from_iterable([request.block_table for request in running]))
     tables = Counter(held)
     for plan in scheduler.in_flight:
         held += [copy.source for copy in plan.copies]
@@ -38,13 +39,13 @@ def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None)
     check_cache(cache, Counter(held), roots)
 
     _check_running_set(scheduler, running, tables)
-    for request in waiting:
-        if _state(request) != _IDLE:
-            _fail(f"{request!r} waits but is not idle, or has counts of a running request: {_state(request)}")
-    num_tokens = sum([len(request.tokens) for request in waiting])
+    if list(map(_state, waiting)) != [_IDLE] * len(waiting):
+        busy = [(request, _state(request)) for request in waiting if _state(request) != _IDLE]
+        _fail(f"waiting but not idle, or with counts of a running request: {busy}")
+    num_tokens = sum(map(len, map(_tokens, waiting)))
     if scheduler.waiting.num_tokens != num_tokens:
         _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
-    alive = [request.request_id for request in running] + [request.request_id for request in waiting]
+    alive = [*map(_request_id, running), *map(_request_id, waiting)]
     if len(alive) != len(scheduler.alive) or set(alive) != set(scheduler.alive):
         _fail(f"requests are not each running or waiting: {sorted(alive)} against {sorted(scheduler.alive)}")
 

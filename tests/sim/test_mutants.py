@@ -18,10 +18,9 @@ TESTS_FAILED = 1  # pytest's exit code
 
 
 def copy_of_quire(folder: Path, mutant: Mutant | None) -> Path:
-    """The package and its tests, with the mutant's edits."""
-    ignore = shutil.ignore_patterns("__pycache__")
+    """The package and its tests, with the mutant's edits. What was compiled goes along: it knows its source by its time."""
     for name in ("quire", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     for edit in mutant.edits if mutant else ():
         path = folder / "quire" / edit.file
