@@ -17,7 +17,7 @@ from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
     from quire.engine.params import GenerationParams
-    from quire.text.grammar import Grammar
+    from quire.text.grammar import Grammar, GrammarKind
 
 SEPARATOR = "-" * 8  # between the answers of --n
 
@@ -103,19 +103,31 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> Ask:
 
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """What the answer must look like, said in one of three ways or not at all."""
-    from quire.text.grammar import Grammar, GrammarKind
+    from quire.text.grammar import GrammarKind
 
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidRequest(f"{' and '.join(names)} say different things: give one of them")
     if regex is not None:
-        return Grammar(GrammarKind.REGEX, regex)
+        return _grammar(GrammarKind.REGEX, regex, f"--regex {regex!r:.80}")
     if json_schema is not None:
-        return Grammar(GrammarKind.JSON_SCHEMA, _read_file("--json-schema", json_schema))
+        return _grammar(
+            GrammarKind.JSON_SCHEMA, _read_file("--json-schema", json_schema), f"--json-schema {json_schema}"
+        )
     if grammar is not None:
-        return Grammar(GrammarKind.LARK, _read_file("--grammar", grammar))
+        return _grammar(GrammarKind.LARK, _read_file("--grammar", grammar), f"--grammar {grammar}")
     return None
+
+
+def _grammar(kind: GrammarKind, source: str, given: str) -> Grammar:
+    """`given`: the option and its value, as they were typed."""
+    from quire.text.grammar import Grammar
+
+    try:
+        return Grammar(kind, source)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{given}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 
 
 def _read_file(option: str, path: Path) -> str:

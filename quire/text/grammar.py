@@ -52,6 +52,9 @@ class Grammar:
             raise InvalidRequest(f"grammar has a lone surrogate U+{code:04X} at character {error.start}") from None
         if self.kind == GrammarKind.JSON_SCHEMA:
             _check_schema(self.source)
+        if self.kind == GrammarKind.REGEX and (len(self.source) - len(self.source.rstrip("\\"))) % 2:
+            # The compiler would leave it out, and hold answers to another expression.
+            raise InvalidRequest("grammar: the regular expression ends with a backslash that escapes nothing")
 
 
 def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Grammar:

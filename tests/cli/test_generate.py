@@ -60,7 +60,11 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
     ("options", "refusal"),
     [
         (("--regex", "a", "--grammar", "FILE"), "--regex and --grammar say different things: give one of them"),
-        (("--json-schema", "FILE"), "grammar: the schema is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (
+            ("--json-schema", "FILE"),
+            "--json-schema FILE: the schema is not JSON: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (("--regex", "a\\"), r"--regex 'a\\': the regular expression ends with a backslash that escapes nothing"),
         (("--json-schema", "nowhere"), "--json-schema nowhere cannot be read: No such file or directory"),
         (("--regex", "a", "--ignore-eos"), "ignore_eos = True with a grammar: an answer ends where its grammar does"),
     ],
@@ -68,7 +72,8 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
 def test_shapes_that_cannot_be(tmp_path: Path, options: tuple[str, ...], refusal: str) -> None:
     (tmp_path / "file").write_text("start: x")
     arguments = [str(tmp_path / "file") if option == "FILE" else option for option in options]
-    assert quire("generate", "Hi", *arguments).stderr == f"quire: {refusal}\n"
+    expected = refusal.replace("FILE", str(tmp_path / "file"))
+    assert quire("generate", "Hi", *arguments).stderr == f"quire: {expected}\n"
 
 
 def test_a_grammar_is_one_of_three() -> None:

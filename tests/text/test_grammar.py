@@ -35,6 +35,8 @@ def nested(depth: int) -> dict[str, Any]:
         (GrammarKind.REGEX, 5, "grammar = 5"),
         (GrammarKind.REGEX, "a" * (MAX_SOURCE_CHARS + 1), "65537 characters"),
         (GrammarKind.REGEX, "a\ud800", "U+D800 at character 1"),
+        (GrammarKind.REGEX, "a\\", "ends with a backslash"),
+        (GrammarKind.REGEX, "a\\\\\\", "ends with a backslash"),
         (GrammarKind.JSON_SCHEMA, "{", "not JSON"),
         (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is no JSON"),
         (GrammarKind.JSON_SCHEMA, "true", "schema = true is not a JSON object"),
