@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ SMALLER = {
 }
 
 
+@cache
 def defined_names() -> set[str]:
     """Every class, function, argument, attribute, field and constant, and `Class.member` for members."""
     names: set[str] = set()

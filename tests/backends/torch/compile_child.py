@@ -1,4 +1,4 @@
-"""Compiles every kernel a model needs for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER`.
+"""Compiles every kernel that models need for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER...`
 
 Prints what Triton or ptxas complain of. Its parent sets what Triton reads when it is
 imported: no interpreter, and a cache of its own.
@@ -50,10 +50,12 @@ class Judge:
 
 
 def main() -> int:
-    spec = open_checkpoint(Path(sys.argv[1]), "dummy").spec
-    calls = first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
-    calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
-    calls += uncounted(spec.vocab_size)
+    calls: Calls = []
+    for folder in sys.argv[1:]:
+        spec = open_checkpoint(Path(folder), "dummy").spec
+        calls += first_calls(spec, torch.bfloat16, BLOCK_SIZE, torch.device("meta"))
+        calls += later_calls(spec, torch.bfloat16, BLOCK_SIZE)
+        calls += uncounted(spec.vocab_size)
     judge = Judge()
     _compile([judge.judged(call) for call in calls], TARGET, launcher)
     print(f"{judge.num_compiled} compiled, {judge.num_failed} failed")
