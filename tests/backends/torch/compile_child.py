@@ -1,4 +1,4 @@
-"""Compiles every kernel of some models for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER...`
+"""Compiles every kernel of some models for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER`
 
 Prints what Triton or ptxas complain of. Its parent sets what Triton reads when it is
 imported: no interpreter, and a cache of its own.
