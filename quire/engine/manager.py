@@ -260,6 +260,7 @@ class Manager:
         except _NobodyWaits:
             seat.state = ModelState.UNLOADED
         except ModelTooLarge as error:
+            log.error("%s could not be loaded: %s", seat.name, error)  # whoever asked may not wait to be told
             self._fail(seat, error, is_counted=False)  # its bytes are known: nothing was tried, nothing to wait for
         except QuireError as error:
             self._fail(seat, error)

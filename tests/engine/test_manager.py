@@ -155,7 +155,7 @@ def test_a_pinned_one_stays_whoever_comes() -> None:
     run(test)
 
 
-def test_what_can_never_fit_is_refused_and_moves_nobody() -> None:
+def test_what_can_never_fit_is_refused_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         rig = Rig("ab", 2**20 * 50)
         rig.models["b"].weight_bytes = 2**20 * 60
@@ -165,6 +165,7 @@ def test_what_can_never_fit_is_refused_and_moves_nobody() -> None:
         assert (rig.states(), rig.log) == ("a:ready b:failed", ["load a"])
 
     run(test)
+    assert "b could not be loaded: b needs 60.0 MiB" in caplog.text  # a load at the start has nobody else to tell
 
 
 def test_one_load_at_a_time_in_the_order_they_were_wanted() -> None:
