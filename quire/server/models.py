@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from quire.backends.base import Progress
+from quire.backends.machine import has_nvidia
 from quire.engine.client import EngineClient
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
@@ -34,7 +35,7 @@ from quire.server.work import Caller, Work
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 
-KV_ELEMENT_BYTES = 4  # as the CPU keeps it; an estimate, until a worker says what its pool takes
+HALF_BYTES, FP32_BYTES = 2, 4  # an element of KV: an estimate, until a worker says what its pool takes
 LAST_STATS_S = 1.0  # for a worker that is about to be closed
 LAST_WORK_S = 5.0  # for what has no lease, or was cut
 
@@ -131,7 +132,10 @@ class Model:
         spec = checkpoint.spec
         checkpoint.close()
         self.max_context = min(self.config.engine.max_context or spec.max_context, spec.max_context)
-        self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * KV_ELEMENT_BYTES
+        engine = self.config.engine
+        is_half = engine.backend in ("auto", "native") or (engine.device != "cpu" and has_nvidia())
+        element_bytes = HALF_BYTES if is_half else FP32_BYTES
+        self._token_bytes = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_size * element_bytes
 
     async def load(self, kv_bytes: int | None) -> int:
         config, began_s = self.config, time.monotonic()

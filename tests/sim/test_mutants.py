@@ -18,7 +18,7 @@ TESTS_FAILED = 1  # pytest's exit code
 
 
 def copy_of_quire(folder: Path, mutant: Mutant | None) -> Path:
-    """The package and its tests, with the edits of a mutant. What was compiled goes along: it knows its source by age."""
+    """The package and its tests, with the edits of a mutant, and what of them is compiled: it knows its source by age."""
     for name in ("quire", "tests"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
