@@ -1,5 +1,13 @@
 """Every error quire raises on purpose. The lowest layer: it imports nothing of quire."""
 
+from __future__ import annotations
+
+import shlex
+import sys
+
+# Where a package is not called like the module it brings.
+_PACKAGES = {"yaml": "pyyaml"}
+
 
 class QuireError(Exception):
     """The base of all of them."""
@@ -31,6 +39,22 @@ class TraceError(QuireError, ValueError):
 
 class MissingExtra(QuireError, ImportError):
     """A part was asked for whose optional dependency is not installed. The message says what to install."""
+
+    @classmethod
+    def of(cls, what: str, module: str | None) -> MissingExtra:
+        """`what` cannot go on without `module`, which could not be imported."""
+        package = package_of(module or "")
+        return cls(f"{what} needs {package}, which is not installed: {install_command(package)}", name=module)
+
+
+def package_of(module: str) -> str:
+    top = module.partition(".")[0]
+    return _PACKAGES.get(top, top.replace("_", "-"))
+
+
+def install_command(package: str) -> str:
+    """Into the environment that runs: never by an extra of quire, which an index may have of somebody else."""
+    return f"{shlex.quote(sys.executable)} -m pip install {package}"
 
 
 class InvariantViolation(QuireError, AssertionError):

@@ -64,7 +64,8 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights for a config.json.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help=f"Write report.json, report.md and {PLOT_NAME} into this folder.")
+        Path | None,
+        typer.Option(help=f"Write report.json, report.md and, with matplotlib, {PLOT_NAME} into this folder."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Another seed, other prompts.")] = _DEFAULT.seed,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -129,8 +130,6 @@ def _prepare(out: Path) -> None:
     """Refuse before the run what could not be written after it."""
     if out.exists() and not out.is_dir():
         raise InvalidRequest(f"--out {out} is a file, not a folder")
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("--out draws a plot with matplotlib: pip install 'quire[plot]'")
     out.mkdir(parents=True, exist_ok=True)
 
 
@@ -226,10 +225,15 @@ def document_of(report: BenchReport, facts: dict[str, Any]) -> dict[str, Any]:
 def write_report(out: Path, report: BenchReport, document: dict[str, Any]) -> None:
     from quire.cli.bench_plot import draw
 
+    has_plot = find_spec("matplotlib") is not None
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    (out / "report.md").write_text(markdown(report, document), encoding="utf-8")
-    draw(report, _title(report), out / PLOT_NAME)
-    typer.echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
+    (out / "report.md").write_text(markdown(report, document, has_plot=has_plot), encoding="utf-8")
+    if has_plot:
+        draw(report, _title(report), out / PLOT_NAME)
+        typer.echo(f"Wrote report.json, report.md and {PLOT_NAME} to {out}", err=True)
+    else:
+        why = MissingExtra.of("it", "matplotlib")
+        typer.echo(f"Wrote report.json and report.md to {out}, but no {PLOT_NAME}: {why}", err=True)
 
 
 def _title(report: BenchReport) -> str:
@@ -354,10 +358,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 # The report as a page
 
 
-def markdown(report: BenchReport, document: dict[str, Any]) -> str:
+def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:
     machine, setup = document["machine"], report.setup
     lines = [f"# quire bench: {setup.model}", "", f"    {document['command']}", ""]
-    lines += [f"![Throughput, time to first token, waits]({PLOT_NAME})", "", "| | |", "|---|---|"]
+    lines += [f"![Throughput, time to first token, waits]({PLOT_NAME})", ""] if has_plot else []
+    lines += ["| | |", "|---|---|"]
     facts = {
         "date": machine["date"],
         "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}",

@@ -17,7 +17,7 @@ def draw(report: BenchReport, title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtra("the plot needs matplotlib: pip install 'quire[plot]'") from None
+        raise MissingExtra.of("the plot", "matplotlib") from None
     parts = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
     figure = Figure(figsize=(1 + 4 * len(parts), 4.5), layout="constrained")
     figure.suptitle(title)

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
+from quire.errors import install_command
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
 
 # What a package is for, and whether nothing can be generated without it.
@@ -33,7 +34,6 @@ PACKAGES: dict[str, tuple[str, bool]] = {
     "msgspec": ("speaks to the process that runs a model", False),
     "huggingface-hub": ("fetches models of the hub", False),
 }
-EXTRAS = {"huggingface-hub": "hub"}  # the others come with quire[native]
 VARIABLES = (
     "QUIRE_CACHE", "QUIRE_NATIVE_LIBRARY", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
@@ -171,7 +171,7 @@ def _backends(native: dict[str, Any], torch: dict[str, Any]) -> list[dict[str, A
     cpu_kernels = f"plain PyTorch, {torch['cpu_kernels']}" if torch["works"] else ""
     has_gpu = bool(torch["gpus"])
     has_triton = importlib.util.find_spec("triton") is not None
-    gpu_kernels = "Triton" if has_triton else "plain PyTorch, many times slower: pip install triton"
+    gpu_kernels = "Triton" if has_triton else f"plain PyTorch, many times slower: {install_command('triton')}"
     return [
         {"name": "native", "dtype": "4 and 8 bits", **runs},
         {"name": "torch cpu", "runs": torch["works"], "dtype": "float32", "kernels": cpu_kernels},
@@ -212,10 +212,10 @@ def _backend_problems(
 ) -> Iterator[Problem]:
     """One of the two is enough."""
     if not native["works"]:
-        how = "pip install --force-reinstall --no-deps quire   # in a checkout: make install"
+        how = "make install   # in the folder quire was installed from: it builds the library, with gcc or clang"
         yield Problem(f"the native backend cannot be loaded: {native['problem'][:300]}", how, not torch["works"])
     if packages["torch"] is not None and not torch["works"]:
-        how = "pip install --force-reinstall torch"
+        how = install_command("--force-reinstall torch")
         what = f"torch is installed and cannot be imported: {torch['problem'][:300]}"
         yield Problem(what, how, not native["works"])
 
@@ -223,8 +223,7 @@ def _backend_problems(
 def _package_problems(packages: dict[str, str | None]) -> Iterator[Problem]:
     for name, (purpose, is_essential) in PACKAGES.items():
         if packages[name] is None:
-            how = f"pip install 'quire[{EXTRAS.get(name, 'native')}]'"
-            yield Problem(f"{name} is not installed: it {purpose}", how, is_essential)
+            yield Problem(f"{name} is not installed: it {purpose}", install_command(name), is_essential)
 
 
 def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Iterator[Problem]:
@@ -232,9 +231,9 @@ def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Ite
         return
     if packages["torch"] is None:
         what = "there is an NVIDIA GPU, and PyTorch, which computes on it, is not installed"
-        yield Problem(what, "pip install 'quire[torch]'", False)
+        yield Problem(what, install_command("torch"), False)
     elif torch["works"] and torch["cuda"] is None:
-        how = "pip install --force-reinstall torch   # the one of pypi.org has CUDA on Linux"
+        how = f"{install_command('--force-reinstall torch')}   # the one of pypi.org has CUDA on Linux"
         yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
     elif torch["works"]:
         how = "nvidia-smi   # says what is wrong with the driver; CUDA_VISIBLE_DEVICES may hide the GPU"

@@ -182,7 +182,7 @@ def _serve(options: dict[str, Any]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
-        raise MissingExtra(f"the server needs {error.name}: pip install 'quire[server]'", name=error.name) from error
+        raise MissingExtra.of("the server", error.name) from error
     with options_named():
         config = make_config(options)
     setup_logging(config.log_level, as_json=config.log_format == "json")

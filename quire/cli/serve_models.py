@@ -41,8 +41,8 @@ def read_file(path: Path) -> dict[str, Any]:
         found = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any] | None) or {}
     except OSError as error:
         raise InvalidRequest(f"--config {str(path)!r}: {error.strerror}") from None
-    except ImportError as error:
-        raise MissingExtra("--config needs PyYAML: pip install 'quire[server]'", name=error.name) from None
+    except ImportError:
+        raise MissingExtra.of("--config", "yaml") from None
     except ValueError as error:
         raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
     return {str(name).replace("-", "_"): value for name, value in found.items()}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from quire.core.policy import PATIENCE_S, POLICIES
 from quire.core.request import Priority
 from quire.engine.simulate import MACHINES, Machine, Outcome, SimConfig, SimReport, percentile, simulate
 from quire.engine.trace import TraceRequest, read_trace, synthesize
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,6 +102,8 @@ def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None
     """Refuse before the run what could not be written after it."""
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InvalidRequest(f"--plot {plot} does not end in {' or '.join(PLOT_SUFFIXES)}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise MissingExtra.of("--plot", "matplotlib")
     for option, path in (("--plot", plot), ("--save-trace", save_trace)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"

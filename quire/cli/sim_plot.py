@@ -19,7 +19,7 @@ def draw(reports: Sequence[SimReport], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtra("--plot needs matplotlib: pip install 'quire[plot]'") from None
+        raise MissingExtra.of("--plot", "matplotlib") from None
     tiers = [priority for priority in Priority if any(report.tier(priority) for report in reports)]
     figure = Figure(figsize=(11, 9), layout="constrained")
     figure.suptitle(title)

@@ -23,10 +23,10 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 
 # A backend is a module with `make_runner(checkpoint, options, progress)`, and the extra that brings what it needs.
-BACKENDS: dict[str, tuple[str, str]] = {
-    "native": ("quire.backends.native.build", "native"),
-    "torch": ("quire.backends.torch.build", "torch"),
-    "fake": ("quire.backends.fake", ""),
+BACKENDS: dict[str, str] = {
+    "native": "quire.backends.native.build",
+    "torch": "quire.backends.torch.build",
+    "fake": "quire.backends.fake",
 }
 
 log = logging.getLogger(__name__)
@@ -175,15 +175,12 @@ def _native_problem() -> str | None:
 def import_backend(config: EngineConfig) -> ModuleType:
     """The module that makes runners. Its libraries may take seconds, the first time."""
     name = choose_backend(config)
-    module_name, extra = BACKENDS[name]
     try:
-        return importlib.import_module(module_name)
+        return importlib.import_module(BACKENDS[name])
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
-        raise MissingExtra(
-            f"the {name} backend needs {error.name}: pip install 'quire[{extra}]'", name=error.name
-        ) from error
+        raise MissingExtra.of(f"the {name} backend", error.name) from error
 
 
 def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ignore) -> Scheduler:

@@ -145,5 +145,5 @@ def _import_hub() -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise MissingExtra("models of the hub need the huggingface-hub package: pip install 'quire[hub]'") from None
+        raise MissingExtra.of("a model of the hub", "huggingface_hub") from None
     return huggingface_hub

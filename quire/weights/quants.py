@@ -36,7 +36,7 @@ def _dequantize(raw: RawTensor, data: NDArray[np.uint8]) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError:
-        raise MissingExtra(f"{raw.info.type} weights need the gguf package: pip install 'quire[gguf]'") from None
+        raise MissingExtra.of(f"a tensor of type {raw.info.type}", "gguf") from None
     kind = GGMLQuantizationType[raw.info.type]
     out = np.empty(raw.info.shape, np.float32)
     rows = out.reshape(-1, raw.info.shape[-1])

@@ -148,7 +148,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise MissingExtra("safetensors files need the safetensors package: pip install 'quire[native]'") from None
+        raise MissingExtra.of("a safetensors file", "safetensors") from None
     try:
         with safe_open(str(path), framework="numpy"):
             pass

@@ -16,7 +16,7 @@ from quire.cli import bench as command
 from quire.engine.bench.report import BenchConfig, BenchReport, Progress
 from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
-from quire.errors import InvalidRequest, MissingExtra, ModelNotFound, QuireError
+from quire.errors import InvalidRequest, ModelNotFound, QuireError
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(command.bench)
@@ -101,15 +101,22 @@ def test_an_option_that_cannot_work_is_named(model: str, arguments: tuple[str, .
     assert refusal("--model", model, *arguments).startswith(message)
 
 
-def test_what_could_not_be_written_is_refused_before_the_run(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_written_is_refused_before_the_run(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in refusal("--model", model, "--out", str(tmp_path / "file"))
+
+
+def test_without_matplotlib_there_is_a_report_without_a_plot(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "find_spec", lambda _name: None)
-    outcome = CliRunner().invoke(app, ["--model", model, "--out", str(tmp_path / "new")])
-    assert isinstance(outcome.exception, MissingExtra)
-    assert not (tmp_path / "new").exists()
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--only", "speedup", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert "speedup.png" not in (tmp_path / "report.md").read_text()
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("Wrote ")]
+    how = f"{sys.executable} -m pip install matplotlib"
+    assert line.endswith(f"but no speedup.png: it needs matplotlib, which is not installed: {how}")
 
 
 def test_a_model_that_is_not_there_is_said() -> None:
