@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
-from quire.engine.json_form import EndingJson, JsonTokens, bound_times
+from quire.engine.json_form import EndingJson, EndingJsonInText, JsonTokens
 from quire.engine.masking import GrammarFailed, Matcher
 from quire.engine.model import make_tokenizer
 from quire.errors import InvalidRequest, MissingExtra, QuireError
-from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind
+from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind, bound_times
 from quire.text.tokenizer import Tokenizer
 from quire.weights.opening import open_checkpoint
 
@@ -124,16 +124,18 @@ def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int,
 class Compiled:
     """A grammar before the first token."""
 
-    def __init__(self, start: llguidance.LLMatcher, words: Words, num_bytes: int, *, is_json: bool) -> None:
+    def __init__(
+        self, start: llguidance.LLMatcher, words: Words, num_bytes: int, ending: type[EndingJson] | None
+    ) -> None:
         self._start = start
         self._words = words
-        self._is_json = is_json
+        self._ending = ending  # how its JSON comes to an end; None: it has none that we know of
         self.num_bytes = num_bytes  # of memory, about
 
     def matcher(self) -> Matcher:
         """For one answer."""
         matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes, family=self)
-        return EndingJson(matcher, self._words.of_json) if self._is_json else matcher
+        return matcher if self._ending is None else self._ending(matcher, self._words.of_json)
 
 
 class _LLMatcher:
@@ -224,7 +226,10 @@ class _Compiler:
             start.compute_bitmask()  # what it computes, the copies need not
         # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
         num_bytes = (128 << 10) + 50 * len(grammar.source)
-        return Compiled(start, self._words, num_bytes, is_json=grammar.kind is GrammarKind.JSON_SCHEMA)
+        ending = EndingJsonInText if grammar.has_json else None
+        return Compiled(
+            start, self._words, num_bytes, EndingJson if grammar.kind is GrammarKind.JSON_SCHEMA else ending
+        )
 
     def close(self) -> None:
         self._trial.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from quire.engine.masking import Matcher
 
@@ -20,22 +19,8 @@ RUTS = ((128, 8), (256, 64))
 TAIL = 16  # bytes by which the piece is found
 
 _QUOTE, _BACKSLASH, _DIGITS = ord('"'), ord("\\"), frozenset(b"0123456789")
-_DATA = ("const", "enum", "default", "examples")  # of a schema: what looks like one in there is none
-_LONGEST_TIMES = {"time": len("12:34:56.123456789+12:34"), "date-time": len("2026-01-23T12:34:56.123456789+12:34")}
+_LEAP = re.compile(rb".+,|.*[\[{].", re.DOTALL)  # over a place at which an array or object could be closed
 _LONG_EXPONENT = re.compile(rb"[0-9.]*[eE][+-]?[0-9]{%d,}" % (MAX_EXPONENT_DIGITS + 1))
-
-
-def bound_times(schema: Any) -> Any:
-    """The schema, with fractions of seconds of at most nine digits: the format allows as many as one likes."""
-    if isinstance(schema, list):
-        return [bound_times(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounded = {key: value if key in _DATA else bound_times(value) for key, value in schema.items()}
-    limit = _LONGEST_TIMES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-    if limit is not None and not (isinstance(known := schema.get("maxLength"), int) and known <= limit):
-        bounded["maxLength"] = limit
-    return bounded
 
 
 class JsonTokens:
@@ -45,12 +30,18 @@ class JsonTokens:
         self.tokens = tokens
         self._ids = {token: token_id for token_id, token in enumerate(tokens) if token}
         self._longest = min(max(map(len, tokens)), RUTS[-1][1])
+        self._breaks = [token_id for token_id, token in enumerate(tokens) if token == b"\n"]
         self.digits = self._find(lambda token: token[:1].isdigit())
         self.quotes = self._find(lambda token: token.startswith(b'"'))
-        self.brackets = self._find(lambda token: token.startswith((b"]", b"}")))
+        self.brackets = self._find(lambda token: bool(token) and not token.strip(b"]}"))  # no more: `},` would go on
+        self.leaps = self._find(lambda token: _LEAP.match(token) is not None)
         self.long_exponents = self._find(lambda token: _LONG_EXPONENT.match(token) is not None)
         runs = [re.compile(rb"[+-]?[0-9]{%d}" % (count + 1)) for count in range(MAX_EXPONENT_DIGITS + 1)]
         self.longer_runs = [self._find(lambda token, run=run: run.match(token) is not None) for run in runs]  # type: ignore[misc]
+
+    def may_break(self, mask: bytes) -> bool:
+        """Whether a line may end here. With a vocabulary that has no line breaks nobody can tell."""
+        return not self._breaks or any(mask[token_id >> 3] >> (token_id & 7) & 1 for token_id in self._breaks)
 
     def prefixes(self, piece: bytes) -> int:
         """The tokens that begin a piece which comes over and over."""
@@ -70,16 +61,23 @@ class EndingJson:
     """A matcher of JSON whose answers end.
 
     A number has at most `MAX_DIGITS` in a row where it may end, and is finite. An answer that has run into a rut
-    (`RUTS`) may only close what is open, the string or else the array or object; where the schema does not let it, it
-    may not go on word for word; and where nothing else is left, it goes on.
+    (`RUTS`) may only close what goes on and on: the string it is in, or the array or object around it. Where the schema
+    has not let it for a whole turn, it may not go on word for word; and where nothing else is left, it goes on.
     """
 
-    __slots__ = ("_exponent", "_is_escaped", "_is_string", "_matcher", "_num_digits", "_recent", "_tokens")
+    __slots__ = (
+        *("_exponent", "_is_escaped", "_is_string", "_matcher", "_num_digits", "_num_in_string", "_recent"),
+        "_tokens",
+    )
 
     def __init__(self, matcher: Matcher, tokens: JsonTokens) -> None:
         self._matcher = matcher
         self._tokens = tokens
+        self._begin()
+
+    def _begin(self) -> None:
         self._is_string = self._is_escaped = False
+        self._num_in_string = 0  # bytes of it
         self._num_digits = 0  # in a row, up to now
         self._exponent: int | None = None  # how many digits it has, while we are in one
         self._recent = bytearray()
@@ -89,30 +87,40 @@ class EndingJson:
         return self._matcher.family
 
     def mask(self) -> bytes:
-        mask = self._matcher.mask()
+        return self._narrowed(self._matcher.mask())
+
+    def _narrowed(self, mask: bytes) -> bytes:
         endless = 0 if self._is_string else self._endless_numbers()
         piece = b"" if self._is_escaped else self._rut()
         if not endless and not piece:
             return mask
         allowed = int.from_bytes(mask, "little")
         kept = allowed & ~endless or allowed
-        if piece:
-            closing = self._tokens.quotes if self._is_string else self._tokens.brackets
-            kept = kept & closing or kept & ~self._tokens.prefixes(piece) or kept
-        return kept.to_bytes(len(mask), "little")
+        return (self._out_of(piece, kept) if piece else kept).to_bytes(len(mask), "little")
+
+    def _out_of(self, piece: bytes, allowed: int) -> int:
+        """Of the tokens that are allowed, those that lead out of a rut."""
+        tokens = self._tokens
+        is_around = self._is_string and self._num_in_string < len(piece)  # around this string: its end is to come
+        closing = 0 if is_around else allowed & (tokens.quotes if self._is_string else tokens.brackets)
+        if closing:
+            return closing
+        kept = allowed & ~tokens.leaps or allowed
+        return kept if is_around or not self._has_turned(piece) else kept & ~tokens.prefixes(piece) or kept
 
     def consume(self, token: int) -> bool:
         data = self._tokens.tokens[token]
         self._recent += data
-        del self._recent[: -RUTS[-1][0]]
+        del self._recent[: -sum(RUTS[-1])]
         for byte in data:
             if self._is_string:
+                self._num_in_string += 1
                 is_end = byte == _QUOTE and not self._is_escaped
                 self._is_escaped = byte == _BACKSLASH and not self._is_escaped
                 self._is_string = not is_end
             else:
                 self._read_number(byte)
-                self._is_string = byte == _QUOTE
+                self._is_string, self._num_in_string = byte == _QUOTE, 0
         return self._matcher.consume(token)
 
     def _read_number(self, byte: int) -> None:
@@ -145,3 +153,28 @@ class EndingJson:
             if is_long and recent[-length + period :] == recent[-length:-period]:
                 return bytes(recent[-period:])
         return b""
+
+    def _has_turned(self, piece: bytes) -> bool:
+        """Whether the piece came once more since the rut was one."""
+        period = len(piece)
+        length = next(length for length, longest in RUTS if period <= longest) + period
+        recent = self._recent[-length:]
+        return len(recent) == length and recent[period:] == recent[:-period]
+
+
+class EndingJsonInText(EndingJson):
+    """The same where JSON stands in text, as a call of a tool does behind words and thoughts.
+
+    JSON as we have it written has no line breaks, and free text may have one at any place. So where a line may end this
+    is no JSON: nothing is narrowed, and what comes next is read as if it were the beginning. A mask is asked for before
+    each token, so no text is taken for JSON.
+    """
+
+    __slots__ = ()
+
+    def mask(self) -> bytes:
+        mask = self._matcher.mask()
+        if not self._tokens.may_break(mask):
+            return self._narrowed(mask)
+        self._begin()
+        return mask

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ from quire.text.grammar import (
     lark_grammar,
     regex_grammar,
 )
+from quire.text.reasoning import REASONING_FORMATS, Opening
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import TOOL_FORMATS, ToolFormat
+from quire.text.tool_grammars import answer_grammar
+from quire.text.tools import Tool, ToolChoice
 from tests.engine.serving import client, run, usage
 
 PERSON = {
@@ -191,6 +196,61 @@ def test_numbers_come_to_an_end(grammars: Grammars, tokenizer: Tokenizer, start:
         matcher.consume(min(digits))
     assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.mask()))
     assert allowed(matcher.mask())
+
+
+@pytest.mark.parametrize(
+    ("schema", "piece"),
+    [
+        ({"type": "array", "items": {"type": "integer"}}, "0, "),
+        ({"type": "array", "items": {"type": "string"}}, '"ha", '),
+        ({"type": "array", "items": {"type": "string"}}, '", ", '),
+        ({"type": "array", "items": PERSON}, '{"name": "the name", "age": 20}, '),
+    ],
+)
+def test_an_array_that_says_the_same_over_and_over_is_closed(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], piece: str
+) -> None:
+    matcher = grammars.compile(json_schema_grammar(schema)).matcher()
+    text = "[" + piece * 100
+    for place, char in enumerate(text):
+        (token,) = tokenizer.encode_plain(char, at_start=False)
+        if token not in allowed(matcher.mask()):
+            assert place < 400
+            break
+        matcher.consume(token)
+    assert {tokenizer.token_bytes(token).strip(b"]}") for token in allowed(matcher.mask())} == {b""}
+
+
+THOUGHT = 'Hm. I "could <tool_call> ' + "ha " * 100
+WORDS = 'I said: "' + "no " * 100 + "1" * 60
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
+def test_a_call_comes_to_an_end_and_the_text_before_it_is_free(
+    grammars: Grammars, tokenizer: Tokenizer, format: ToolFormat
+) -> None:
+    tool = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    thought = (REASONING_FORMATS[0], Opening.OPEN)
+    grammar = answer_grammar(format, (tool,), ToolChoice(), None, thought, lambda _marker: None)
+    assert grammar is not None
+    ending, plain = (grammars.compile(replace(grammar, has_json=has)).matcher() for has in (True, False))
+    call = f'{format.opening}{format.before}{"[" * format.is_list}{{"name": "say", "{format.arguments}": {{"text": "'
+    for token in tokenizer.encode_plain(f"{THOUGHT}</think>\n{WORDS}{call}{'ha ' * 30}", at_start=False):
+        found = plain.mask()
+        assert ending.mask() == found
+        assert token in allowed(found)
+        assert ending.consume(token) == plain.consume(token)
+    for token in tokenizer.encode_plain("ha " * 30, at_start=False):
+        ending.consume(token)
+        plain.consume(token)
+    assert allowed(ending.mask()) < allowed(plain.mask())
+    assert {tokenizer.token_bytes(token)[:1] for token in allowed(ending.mask())} == {b'"'}
+    end = f'"}}}}{format.after}{format.closing}{"]" * format.is_list}'
+    *most, last = tokenizer.encode_plain(end, at_start=False)
+    for token in most:
+        assert token in allowed(ending.mask())
+        assert not ending.consume(token)
+    assert last in allowed(ending.mask())
 
 
 def test_times_have_nanoseconds_at_most(grammars: Grammars, tokenizer: Tokenizer) -> None:

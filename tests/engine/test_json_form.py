@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.json_form import MAX_DIGITS, EndingJson, JsonTokens, bound_times
+from quire.engine.json_form import MAX_DIGITS, EndingJson, EndingJsonInText, JsonTokens
+from quire.text.grammar import bound_times
 
-TOKENS = [*(bytes([byte]) for byte in range(256)), b"12", b"999", b"e999", b"E+12", b'"}', b"]]"]
-LONG = {name: 256 + place for place, name in enumerate(("12", "999", "e999", "E+12", '"}', "]]"))}
+TOKENS = [*(bytes([byte]) for byte in range(256)), b"12", b"999", b"e999", b"E+12", b'"}', b"]]", b"7,"]
+LONG = {name: 256 + place for place, name in enumerate(("12", "999", "e999", "E+12", '"}', "]]", "7,"))}
 EVERYTHING = (1 << len(TOKENS)) - 1
 
 
@@ -86,6 +87,34 @@ def test_a_string_in_a_rut_may_only_end(piece: str) -> None:
 def test_an_array_in_a_rut_may_only_end() -> None:
     assert after("[" + "2, " * 60) == {ord("]"), ord("}"), LONG["]]"]}
     assert after('{"name": "node", "children": [' * 12) == {ord("]"), ord("}"), LONG["]]"]}
+
+
+def test_where_it_cannot_be_closed_yet_nothing_leaps_over_the_place() -> None:
+    numbers = 1 << ord("7") | 1 << ord("8") | 1 << LONG["7,"]
+    assert after("[" + "7, " * 43, numbers) == {ord("7"), ord("8")}
+    assert after("[" + "7, " * 60, numbers) == {ord("8")}  # a whole turn later there was no such place
+    assert after("[" + "7, " * 60, 1 << LONG["7,"]) == {LONG["7,"]}
+    inside = after("[" + '"a", ' * 30 + '"a')  # the array goes on and on, not this string
+    assert inside >= {*b'"abc'}
+    assert LONG["7,"] not in inside
+
+
+def test_json_in_text_begins_where_no_line_may_end() -> None:
+    is_text = True
+    matcher = EndingJsonInText(Fixed(lambda: EVERYTHING if is_text else EVERYTHING & ~(1 << 10)), JsonTokens(TOKENS))
+
+    def feed(text: str) -> int:
+        for byte in text.encode():
+            matcher.mask()
+            matcher.consume(byte)
+        return int.from_bytes(matcher.mask(), "little")
+
+    assert feed('She said "' + "ha " * 200 + "1" * 60 + "1e") == EVERYTHING
+    is_text = False
+    assert feed('{"a": "ha ha') == EVERYTHING & ~(1 << 10)
+    assert feed("ha " * 60) == 1 << ord('"') | 1 << LONG['"}']
+    is_text = True
+    assert feed('"}') == EVERYTHING
 
 
 def test_longer_tokens_that_go_on_in_a_rut_are_known() -> None:
