@@ -713,6 +713,11 @@ def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param
         assert refusal(error)[1] == param
 
 
+def test_a_regex_in_the_wrong_field_is_sent_to_the_right_one() -> None:
+    with pytest.raises(InvalidRequest, match=r"'regex' is not one of .*; structured_outputs\.regex takes one"):
+        chat(response_format={"type": "regex", "regex": "a"})
+
+
 def reading() -> AnswerParser:
     return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(IN_WORDS, ("get", "now")))
 

@@ -284,6 +284,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "guided_regex",
     ),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type = 'xml' is not one of", "text.format.type"),
+    ({"text": {"format": {"type": "regex"}}}, "text.format.type = 'regex' is not one of", "text.format.type"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing", "text.format.schema"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs['x'] is a list", "chat_template_kwargs['x']"),
     ({"service_tier": "gold"}, "service_tier = 'gold' is not", "service_tier"),

@@ -21,7 +21,7 @@ from quire.server.openai.responses_types import (
     ToolChoiceBody,
 )
 from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import Shape, parse_shape
+from quire.server.openai.tools import Shape, parse_shape, unknown_format
 from quire.server.shapes import shape_error
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.grammar import json_object_grammar, json_schema_grammar
@@ -291,7 +291,7 @@ def _text_shape(body: ResponsesRequest) -> Shape | None:
     if form.type == "json_object":
         return Shape("text.format", json_object_grammar())
     if form.type != "json_schema":
-        raise InvalidRequest(f"text.format.type = {form.type!r:.80} is not one of text, json_object, json_schema")
+        raise unknown_format("text.format.type", form.type)
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing")
     try:

@@ -146,7 +146,13 @@ def _response_format(given: ResponseFormat) -> Shape | None:
             field = "response_format.json_schema.schema"
             return _shape(field, lambda: json_schema_grammar(schema, strict=strict))
         case other:
-            raise InvalidRequest(f"response_format.type = {other!r:.80} is not one of {', '.join(_FORMATS)}")
+            raise unknown_format("response_format.type", other)
+
+
+def unknown_format(field: str, given: str) -> InvalidRequest:
+    """Other shapes have a field of their own, which is vLLM's: whoever looks for one here is sent there."""
+    where = f"; structured_outputs.{given} takes one" if given in ("regex", "choice", "grammar", "json") else ""
+    return InvalidRequest(f"{field} = {given!r:.80} is not one of {', '.join(_FORMATS)}{where}")
 
 
 def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape | None]:
