@@ -194,7 +194,7 @@ class Watch:
 
     @property
     def has_reports(self) -> bool:
-        """Every worker that serves has answered at least once."""
+        """Every worker that serves has answered at least once, with a map of all its blocks."""
         return all(reporter.has_report for reporter in self._reporters.values())
 
 
@@ -236,6 +236,7 @@ class Reporter:
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
+        self._is_whole = False  # there has been a map of all blocks
         self._said_s = 0.0
         self._service: Service | None = None  # that all this is of
         self._at_s = 0.0
@@ -245,16 +246,17 @@ class Reporter:
     @property
     def has_report(self) -> bool:
         service = self._model.service
-        return service is None or service.client.facts is None or self._stats is not None
+        return service is None or service.client.facts is None or self._is_whole
 
     def ask(self) -> asyncio.Task[None] | None:
         """Ask the worker, unless it still owes an answer. None: there is none to ask."""
         service = self._model.service
         if service is not self._service:
             self.close()
-            self._service, self._stats, self._blocks, self._at_s = service, None, None, 0.0
+            self._service, self._at_s = service, 0.0
+            self._forget()
         if service is None or service.client.facts is None:
-            self._stats = self._blocks = None
+            self._forget()
             return None
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._hear(service))
@@ -262,13 +264,24 @@ class Reporter:
 
     async def _hear(self, service: Service) -> None:
         with suppress(QuireError):  # it has just died: what it said last stands until another is there
-            stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
-            num_asks = 1
-            while blocks is not None and blocks.num_pending and num_asks < MAX_ASKS:
-                blocks = await service.client.blocks(MAX_CELLS)
-                num_asks += 1
-            if stats is not None and blocks is not None:
-                self._stats, self._blocks, self._said_s = stats, blocks, time.monotonic()
+            for _ in range(MAX_ASKS):
+                stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
+                self._take(stats, blocks)
+                if blocks is None or not blocks.num_pending:
+                    return
+
+    def _take(self, stats: Stats | None, blocks: Blocks | None) -> None:
+        """A worker that computes answers once a step, and a first map takes many answers: until it is whole, what there
+        is of it is shown. Later ones are shown whole."""
+        if stats is None or blocks is None:
+            return
+        self._stats, self._said_s = stats, time.monotonic()
+        if not (blocks.num_pending and self._is_whole):
+            self._blocks, self._is_whole = blocks, not blocks.num_pending
+
+    def _forget(self) -> None:
+        self._stats = self._blocks = None
+        self._is_whole = False
 
     def glance(self, now_s: float) -> Glance:
         """For the tick of now. Rates are those since the one before."""

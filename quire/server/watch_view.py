@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import msgspec
@@ -16,8 +16,10 @@ from msgspec import Meta
 
 from quire import __version__
 from quire.core.block_map import BlocksView, CellRun
+from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
-from quire.engine.wire import MAX_RUNNING_TOLD, Blocks, Running, Stats
+from quire.engine.generation import Generation
+from quire.engine.wire import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
 from quire.server.auth import Key
 from quire.server.models import Model
 from quire.server.pulse import Ttft
@@ -25,6 +27,7 @@ from quire.server.service import Service
 from quire.server.work import Work
 
 MAX_REQUESTS_SHOWN = 100  # a model
+_NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
@@ -76,7 +79,10 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is loaded. Counts are since its process began; rates are those of the last interval."""
+    """A model that is loaded. Counts are since its process began; rates are those of the last interval.
+
+    Before its process has said anything, counts are what the server itself knows of its requests.
+    """
 
     backend: str
     device: str
@@ -197,8 +203,10 @@ class Glance:
 
     def _engine(self, key: Key) -> WatchedEngine | None:
         service, stats, ttft = self.service, self.stats, self.ttft
-        if service is None or stats is None or (facts := service.client.facts) is None:
+        if service is None or (facts := service.client.facts) is None:
             return None
+        if stats is None:
+            stats = _guessed(self.works)
         requests = self._requests(key)
         return WatchedEngine(
             backend=facts.facts.backend,
@@ -236,20 +244,22 @@ class Glance:
     def _requests(self, key: Key) -> list[WatchedRequest]:
         mine = [work for work in self.works if is_shown(work, key)]
         mine.sort(key=lambda work: (not work.is_started, work.caller.arrived_s))
-        running = {} if self.blocks is None else {one.request_id: one for one in self.blocks.running}
+        running = None if self.blocks is None else {one.request_id: one for one in self.blocks.running}
         shown = [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
         return sorted(shown, key=lambda one: not one.is_running)
 
-    def _request(self, work: Work, running: dict[int, Running]) -> WatchedRequest:
+    def _request(self, work: Work, running: dict[int, Running] | None) -> WatchedRequest:
+        """`running`: by request id, as far as it was told; None: nothing has been told yet."""
         usage = work.usage
         ids = [request_id for generation in work.generations for request_id in generation.request_ids]
-        here = [running[request_id] for request_id in ids if request_id in running]
+        here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
+        is_all_told = running is not None and len(running) < MAX_RUNNING_TOLD
         return WatchedRequest(
             id=work.request_id,
             key=work.caller.key.name,
             endpoint=work.caller.endpoint,
             tier=work.priority.name.lower(),
-            is_running=bool(here) or (work.is_started and len(running) >= MAX_RUNNING_TOLD),
+            is_running=bool(here) or (work.is_started and not is_all_told),
             num_samples=work.ask.params.n * len(work.requests),
             age_s=round(time.monotonic() - work.caller.arrived_s, 2),
             prompt_tokens=usage.prompt_tokens,
@@ -259,6 +269,32 @@ class Glance:
             tokens_per_s=round(self.request_rates.get(work, 0.0), 1),
             num_blocks=sum(one.num_blocks for one in here),
         )
+
+
+def _guessed(works: Sequence[Work]) -> Stats:
+    """A worker that is in its first step has not answered yet. Its counts are zero, but there are requests."""
+    all_of_them = [(work, generation) for work in works for generation in work.generations]
+    waiting = [(work, generation) for work, generation in all_of_them if not generation.is_started]
+    num_running = sum(len(one.request_ids) for _, one in all_of_them if one.is_started)
+    return Stats(
+        0,
+        cache=_NO_CACHE_STATS,
+        num_running=num_running,
+        num_waiting=sum(len(one.request_ids) for _, one in waiting),
+        tiers=tuple(_tier([(work, one) for work, one in waiting if work.priority is tier]) for tier in Priority),
+        num_preemptions=0,
+        num_steps=0,
+        num_violations=0,
+    )
+
+
+def _tier(waiting: Sequence[tuple[Work, Generation]]) -> TierStats:
+    now_s = time.monotonic()
+    return TierStats(
+        sum(len(one.request_ids) for _, one in waiting),
+        sum(len(one.request_ids) * one.answers.usage.prompt_tokens for _, one in waiting),
+        max((now_s - work.caller.arrived_s for work, _ in waiting), default=0.0),
+    )
 
 
 def is_shown(work: Work, key: Key) -> bool:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from quire.server.models import Model, Models
 from quire.server.pulse import MAX_RECENT, Pulse
 from quire.server.records import RequestRecord
 from quire.server.watch import MAX_WATCHERS, Watch, WatchStream
-from quire.server.watch_view import BlocksAnswer, WatchSnapshot
+from quire.server.watch_view import BlocksAnswer, WatchedEngine, WatchSnapshot
 from tests.server.rig import FAKE, Server, ask_async, serving
 
 ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
@@ -154,6 +154,34 @@ def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None
         assert sum(size for _, size in held["ranges"]) >= first.num_blocks
     server.wait_free()
     assert snapshot(server).models[0].engine.requests == []  # type: ignore[union-attr]
+
+
+def test_a_worker_that_has_hardly_answered_is_shown_as_far_as_it_is_known(tiny_model: Path) -> None:
+    """It answers between steps, and a map of so many blocks takes 40 answers."""
+    options = ("--backend", "fake", "--num-blocks", "20001", "--device", "200ms", "--max-num-seqs", "1")
+    with serving(str(tiny_model), *options) as server, ExitStack() as stack:
+        os.kill(server.worker_pid, signal.SIGSTOP)  # as in a long first step
+        stack.callback(os.kill, server.worker_pid, signal.SIGCONT)
+        for _ in range(2):
+            stack.enter_context(server.send_request(body()))
+        stream = stack.enter_context(closing(Stream(server, "interval_ms=100")))
+
+        def wait_for(is_there: Callable[[WatchedEngine], bool]) -> WatchedEngine:
+            deadline = time.monotonic() + 10
+            while (engine := stream.next().models[0].engine) is None or not is_there(engine):
+                assert engine is not None  # never, once it is loaded
+                assert time.monotonic() < deadline, engine
+            return engine
+
+        silent = wait_for(lambda engine: engine.num_waiting == 2)
+        assert (silent.age_s, silent.blocks) == (None, None)
+        assert [one.is_running for one in silent.requests] == [False, False]
+        assert [tier.num_waiting for tier in silent.tiers] == [0, 2, 0]
+        os.kill(server.worker_pid, signal.SIGCONT)
+        known = wait_for(lambda engine: engine.blocks is not None and engine.blocks.counts.in_use > 0)
+        assert known.blocks is not None
+        assert known.blocks.num_pending > 0
+        assert [one.is_running for one in known.requests] == [True, False]
 
 
 def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:

@@ -19,13 +19,15 @@ const say = (text, kind) => {
   byId("state").className = "state " + kind;
 };
 
+const isBusy = (engine) => engine.num_running || engine.num_waiting || engine.requests.length;
+
 const stateOf = (model) => {
   if (snapshot.is_draining) return ["shutting down", "busy"];
   if (model.state === "ready" && model.engine && !model.engine.is_moving) return ["stuck", "bad"];
   if (model.state === "ready" && model.engine && model.engine.age_s > LATE_S) {
     return ["in one long step; figures are " + seconds(model.engine.age_s) + " old", "busy"];
   }
-  if (model.state === "ready") return [model.engine && model.engine.num_running ? "working" : "ready", "good"];
+  if (model.state === "ready") return [model.engine && isBusy(model.engine) ? "working" : "ready", "good"];
   if (model.state === "loading" && model.progress !== null) return ["loading " + Math.round(model.progress * 100) + " %", "busy"];
   return [model.state, model.state === "failed" ? "bad" : "busy"];
 };
@@ -57,7 +59,7 @@ const show = () => {
   showTabs(models, model.name);
   showFigures(model.name, engine);
   showBlocks(model.name, engine ? engine.blocks : null);
-  showRequests(engine);
+  showRequests(model);
   showModels(snapshot);
   useModel(model.name, engine ? engine.max_context : 0);
 };

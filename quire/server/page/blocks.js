@@ -180,10 +180,11 @@ export const showBlocks = (name, found) => {
     }
   }
   for (const [state] of STATES) setText(byId("count-" + state), found ? num(found.counts[state]) : "–");
-  if (!found) return setText(byId("map-note"), "");
+  if (!found) return setText(byId("map-note"), "no map yet");
   const size = found.blocks_per_cell === 1 ? "one cell a block" : plural(found.blocks_per_cell, "block") + " a cell";
   const most = found.max_holders > 1 ? " · up to " + found.max_holders + " hold one" : "";
-  setText(byId("map-note"), plural(found.num_blocks, "block") + " of " + found.block_size + " tokens · " + size + most);
+  const pending = found.num_pending ? " · " + num(found.num_pending) + " not looked at yet" : "";
+  setText(byId("map-note"), plural(found.num_blocks, "block") + " of " + found.block_size + " tokens · " + size + most + pending);
   const label = STATES.map(([state, word]) => num(found.counts[state]) + " " + word).join(", ");
   canvas.setAttribute("aria-label", "Block map: " + label);
   if (pointed >= 0) look();

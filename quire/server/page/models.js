@@ -44,7 +44,7 @@ const showModel = (one, isAdmin) => {
     facts.push(one.engine.backend + " on " + one.engine.device + ", " + one.engine.dtype);
     facts.push("weights " + bytes(one.engine.weight_bytes) + ", KV " + bytes(one.engine.kv_bytes));
     facts.push("context " + one.engine.max_context.toLocaleString("en"));
-  } else if (one.num_bytes) {
+  } else if (one.num_bytes && one.state !== "ready") {
     facts.push("about " + bytes(one.num_bytes) + " when loaded");
   }
   if (one.aliases.length) facts.push("also called " + one.aliases.join(", "));

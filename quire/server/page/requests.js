@@ -32,7 +32,16 @@ const showTiers = (tiers) => {
     one.tier + " ", make("b", {}, num(one.num_waiting)), one.num_waiting ? " oldest " + seconds(one.oldest_age_s) : "")));
 };
 
-export const showRequests = (engine) => {
+// What to say below the table.
+const noteOf = (model) => {
+  const { engine } = model;
+  if (!engine) return model.num_waiting ? plural(model.num_waiting, "request") + (model.num_waiting === 1 ? " waits" : " wait") + " for the model to load." : "The model is " + model.state + ".";
+  if (engine.num_other_requests) return plural(engine.num_other_requests, "request") + " more, of other keys or further back.";
+  return engine.requests.length ? "" : "Nothing runs, and nothing waits.";
+};
+
+export const showRequests = (model) => {
+  const { engine } = model;
   const found = engine ? engine.requests : [];
   const seen = new Map();
   const wanted = found.map((one) => {
@@ -54,7 +63,6 @@ export const showRequests = (engine) => {
   }
   const nodes = wanted.map(([, row]) => row);
   if (nodes.length !== body.children.length || nodes.some((node, i) => body.children[i] !== node)) body.replaceChildren(...nodes);
-  const more = engine && engine.num_other_requests ? plural(engine.num_other_requests, "request") + " more, of other keys or further back." : "";
-  setText(byId("requests-note"), more || (found.length ? "" : "Nothing runs, and nothing waits."));
+  setText(byId("requests-note"), noteOf(model));
   showTiers(engine ? engine.tiers : []);
 };
