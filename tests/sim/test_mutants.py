@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ TESTS_FAILED = 1  # pytest's exit code
 
 
 def copy_of_quire(folder: Path, mutant: Mutant | None) -> Path:
-    """The package and its tests, with the edits of a mutant, and what of them is compiled: it knows its source by age."""
+    """The package and its tests, with the edits of a mutant. What is compiled of them goes along."""
     for name in ("quire", "tests"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -31,38 +33,50 @@ def copy_of_quire(folder: Path, mutant: Mutant | None) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    # pytest's other plugins take longer to import than most of these tests to fail.
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+class Nursery:
+    """Runs what `python -m` would run, in a folder."""
+
+    def __init__(self) -> None:
+        # pytest's other plugins take longer to import than most of these tests to fail.
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, folder: Path, *arguments: str) -> tuple[int, str]:
+        """Its exit code, and what it said."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps((str(folder), arguments)), file=self.process.stdin, flush=True)
+        code, output = json.loads(self.process.stdout.readline())
+        return code, output
 
 
-def test_the_copy_itself_passes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.process.communicate("")
+
+
+def test_the_copy_itself_passes(nursery: Nursery, tmp_path: Path) -> None:
     folder = copy_of_quire(tmp_path, None)
-    where = run(folder, "tests.sim", "--seeds", "20", "--jobs", "1")
-    assert where.returncode == 0, where.stderr
-    imported = subprocess.run(
-        [sys.executable, "-c", "import quire; print(quire.__file__)"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert imported.stdout.startswith(str(folder)), "the mutants would not be tested at all"
+    code, output = nursery.run(folder, "tests.sim", "--seeds", "20", "--jobs", "1")
+    assert code == 0, output
+    (folder / "where.py").write_text("import quire\nprint(quire.__file__)\n")
+    assert nursery.run(folder, "where")[1].startswith(str(folder)), "the mutants would not be tested at all"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
+def test_mutant_is_found(nursery: Nursery, mutant: Mutant, tmp_path: Path) -> None:
     folder = copy_of_quire(tmp_path, mutant)
     if mutant.found_by == WORLDS:
-        outcome = run(folder, "tests.sim", "--seeds", "300", "--jobs", "1")
-        assert outcome.returncode == FOUND, f"{mutant.name} survived 300 worlds\n{outcome.stdout}{outcome.stderr}"
+        code, output = nursery.run(folder, "tests.sim", "--seeds", "300", "--jobs", "1")
+        assert code == FOUND, f"{mutant.name} survived 300 worlds\n{output}"
     else:
-        outcome = run(folder, "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.found_by)
-        assert outcome.returncode == TESTS_FAILED, f"{mutant.name} passed {mutant.found_by}\n{outcome.stdout}"
+        code, output = nursery.run(folder, "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.found_by)
+        assert code == TESTS_FAILED, f"{mutant.name} passed {mutant.found_by}\n{output}"
 
 
 def test_there_are_enough_mutants() -> None:
