@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import loading
 from quire.errors import InvalidRequest, MissingExtra
-from quire.weights.hub import DEFAULT_MODEL, is_model
+from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
 if TYPE_CHECKING:
     from quire.engine.build import EngineConfig
@@ -31,10 +31,11 @@ ENGINE_FIELDS = {
     "threads": "num_threads",
     "max_num_seqs": "max_seqs",
 }
+PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile")  # options that are paths and nothing else
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The YAML file of options, names with underscores."""
+    """The YAML file of options, names with underscores. Its paths are absolute: they are relative to its folder."""
     import msgspec
 
     try:
@@ -45,7 +46,32 @@ def read_file(path: Path) -> dict[str, Any]:
         raise MissingExtra.of("--config", "yaml") from None
     except ValueError as error:
         raise InvalidRequest(f"--config {str(path)!r}: {error}") from None
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    if "model" in values and "models" in values:
+        raise InvalidRequest(f"--config {str(path)!r}: model and models exclude each other: name them all under models")
+    for name in PATHS:
+        if isinstance(values.get(name), str):
+            values[name] = os.path.join(_folder(path), os.path.expanduser(values[name]))
+    for name in ("model", "models"):
+        if name in values:
+            values[name] = _anchored(values[name], path)
+    return values
+
+
+def _anchored(value: Any, file: Path) -> Any:
+    """A model or a list of them, each a text or settings: where it can only be a path, or is one seen from the file."""
+    if isinstance(value, list):
+        return [_anchored(one, file) for one in value]
+    if isinstance(value, dict):
+        return value | {"model": _anchored(value["model"], file)} if "model" in value else value
+    if not isinstance(value, str) or value.startswith("~"):
+        return value
+    there = os.path.normpath(os.path.join(_folder(file), value))
+    return there if is_path(value) or ("/" in value and os.path.exists(there)) else value
+
+
+def _folder(file: Path) -> str:
+    return os.path.dirname(os.path.abspath(file))
 
 
 def models_from_environment() -> list[str]:
@@ -60,7 +86,7 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 
     def plain(name: str) -> ModelConfig:
         served = _served_name(name)
-        return ModelConfig(Path(name), (served,), served, engine, idle_unload_s=options["idle_unload"])
+        return ModelConfig(_place(name), (served,), served, engine, idle_unload_s=options["idle_unload"])
 
     found = [plain(name) for name in options["model"] or ()]
     found += _of_file(options, engine)
@@ -77,6 +103,11 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
     """Where they lie. What quire knows and is not here is fetched."""
     return tuple(replace(model, path=loading.locate(str(model.path))) for model in models)
+
+
+def _place(name: str) -> Path:
+    """A path keeps what tells it from a name of the hub: without its `./`, `./org/name` would be one."""
+    return Path(os.path.abspath(os.path.expanduser(name)) if is_path(name) else name)
 
 
 def _served_name(name: str) -> str:
@@ -138,7 +169,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
     tier = _text(given, "priority")
     with _fields_named():
         return ModelConfig(
-            Path(name),
+            _place(name),
             (served, *aliases),
             _served_name(name),
             _engine(given, engine),

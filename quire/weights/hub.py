@@ -84,12 +84,16 @@ def resolve(name: str | None = None) -> Path:
     known = find_known(name)
     if known is not None:
         return _resolve_known(known)
-    hub_name = HubName.parse(name)
+    hub_name = _hub_name(name)
     if path.exists() and not (hub_name and path.is_dir()):
         raise ModelNotFound(f"{name}: is neither a .gguf file nor a folder with config.json or a .gguf file")
+    if is_path(name):
+        raise ModelNotFound(f"{show(name)}: no such file or folder")
     if hub_name is None:
         raise ModelNotFound(f"{show(name)}: no such file, folder or model{_near(name)}")
     found = find_cached(hub_name)
+    if found is None and path.is_dir():
+        raise ModelNotFound(f"{name}: is a folder without config.json or a .gguf file, and no model in the hub's cache")
     if found is None:
         raise ModelNotFound(f"{name}: is not on this machine, or not all of it; `quire pull {name}` fetches it")
     return found
@@ -102,7 +106,7 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     if known is not None:
         path = models_dir() / known.file_name
         return path if _has_size(path, known.size_bytes) else fetch(known, models_dir(), progress)
-    hub_name = HubName.parse(name)
+    hub_name = _hub_name(name)
     if hub_name is None:
         raise DownloadFailed(f"{show(name)}: not a name that can be pulled{_near(name)}; hub models are org/name")
     return download(hub_name, shows_bars=progress is not None)
@@ -147,6 +151,16 @@ def size_of(path: Path) -> int:
     """Bytes of a model's files."""
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only mean a file or a folder, here or not: `org/name` may be either."""
+    is_gguf = name.endswith(".gguf") and ":" not in name  # org/name:file.gguf is in a repository of the hub
+    return is_gguf or name in (".", "..") or name.startswith(("./", "../", "/", "~"))
+
+
+def _hub_name(name: str) -> HubName | None:
+    return None if is_path(name) else HubName.parse(name)
 
 
 def is_model(path: Path) -> bool:

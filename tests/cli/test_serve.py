@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.serve_models import read_file
 from tests.server.rig import FAKE, serving
 from tests.tiny import write_tiny_model
 
@@ -64,6 +65,9 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_option(options: tuple[st
         ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
         ("[1, 2]", "Expected `object | null`"),
         ("a: [", "config.yaml"),
+        ("model: a\nmodels: [b]", "model and models exclude each other"),
+        ("models: [./such/model]", "/such/model': no such file or folder"),
+        ("model: such/model.gguf", "/such/model.gguf': no such file or folder"),
     ],
 )
 def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -96,6 +100,23 @@ def test_shapes_without_weights_are_served(tmp_path: Path) -> None:
         assert answer.json["usage"]["completion_tokens"] == 3
     (folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refuse(str(folder), "--load-format", "dummy", "--port", "0")
+
+
+def test_paths_in_the_file_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    for name in ("one", "two"):
+        write_tiny_model(tmp_path / "models" / name)
+    (tmp_path / "keys.yaml").write_text("keys: [{name: a, key: sk-12345678}]\n")
+    path = tmp_path / "config.yaml"
+    path.write_text("api-keys-file: keys.yaml\nmodels: [./models/one, {model: models/two}, some/name, small]\n")
+    found = read_file(path)
+    assert found["api_keys_file"] == str(tmp_path / "keys.yaml")
+    folder = tmp_path / "models"
+    assert found["models"] == [str(folder / "one"), {"model": str(folder / "two")}, "some/name", "small"]
+    path.write_text("api-keys-file: keys.yaml\nmodel: ./models/one\n")
+    with serving(*FAKE, "--config", str(path)) as server:
+        assert "quire serves one at" in "".join(server.stdout)
+        assert server.get("/v1/models").status == 401
 
 
 def test_an_empty_file_says_nothing(tiny_model: Path, tmp_path: Path) -> None:

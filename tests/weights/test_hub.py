@@ -174,6 +174,9 @@ def test_paths_come_before_names(known: KnownModel, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / known.name)
     assert hub.resolve("tiny") == Path("tiny")
+    for path in ("./no/such", "no/such.gguf", "../such", "such.gguf", "~/such"):
+        with pytest.raises(ModelNotFound, match=r"such.*: no such file or folder$"):
+            hub.resolve(path)
     with pytest.raises(ModelNotFound, match=r"neither a \.gguf file nor a folder"):
         hub.resolve(str(tmp_path / "wheels"))
 
