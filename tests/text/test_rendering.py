@@ -76,29 +76,35 @@ def test_the_renderer_lives_on_after_a_hostile_render() -> None:
     renderer.close()
 
 
+def process_of(renderer: Renderer) -> subprocess.Popen[bytes]:
+    process = renderer._child._process
+    assert process is not None
+    return process
+
+
 def test_a_killed_child_is_replaced(good: Renderer) -> None:
     assert good.render(HELLO) == "<user>hi"
-    assert good._child is not None
-    good._child._process.kill()
-    good._child._process.wait()
+    process = process_of(good)
+    process.kill()
+    process.wait()
     assert good.render(HELLO) == "<user>hi"
 
 
 def test_a_failed_render_costs_no_process() -> None:
     renderer = Renderer("{{ messages[0].content.nothing.at_all if messages[0].content == 'bad' else 'fine' }}")
     renderer.warm_up()
-    child = renderer._child
+    process = process_of(renderer)
     with pytest.raises(TemplateError, match="failed: UndefinedError"):
         renderer.render({"messages": [{"role": "user", "content": "bad"}]})
     assert renderer.render(HELLO) == "fine"
-    assert renderer._child is child
+    assert process_of(renderer) is process
     renderer.close()
 
 
 def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     good.warm_up()
     with monkeypatch.context() as patch:
-        patch.setattr("quire.text.rendering._parsed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("quire.text.child._parsed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             good.render({"messages": [{"role": "user", "content": "another's secret"}]})
     assert good.render(HELLO) == "<user>hi"
@@ -129,8 +135,7 @@ def _is_running(pid: int) -> bool:
 def test_a_forgotten_renderer_leaves_no_process() -> None:
     renderer = Renderer(GOOD)
     renderer.warm_up()
-    assert renderer._child is not None
-    process = renderer._child._process
+    process = process_of(renderer)
     del renderer
     gc.collect()
     assert process.returncode is not None
@@ -186,9 +191,8 @@ def test_no_secrets_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     renderer = Renderer(GOOD)
     renderer.warm_up()
-    assert renderer._child is not None
     if os.path.exists("/proc/self/environ"):
-        with open(f"/proc/{renderer._child._process.pid}/environ", "rb") as file:
+        with open(f"/proc/{process_of(renderer).pid}/environ", "rb") as file:
             assert b"hf_secret" not in file.read()
     renderer.close()
 

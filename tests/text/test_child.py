@@ -1,0 +1,62 @@
+"""A child that is slow, dies or talks nonsense is gone afterwards, and the next one is as good as new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.text import child as child_module
+from quire.text.child import Child, Died, NoAnswer, TooSlow
+
+SCRIPT = """
+import json, sys, time
+for line in sys.stdin:
+    order = json.loads(line)
+    if "sleep" in order:
+        time.sleep(60)
+    if "end" in order:
+        sys.exit(order["end"])
+    print(order.get("say", line.strip()), end=order.get("then", "\\n"), flush=True)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Child:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return Child(script)
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "words"),
+    [
+        ({"sleep": 1}, TooSlow, r"did not finish within 0\.3 s"),
+        ({"end": 3}, Died, "ended its process"),
+        ({"say": "[1]"}, NoAnswer, "wrote what is no answer"),
+        ({"say": "{"}, NoAnswer, "wrote what is no answer"),
+        ({"say": "[" * 5000}, NoAnswer, "wrote what is no answer"),
+        ({"say": "x" * 3000, "then": ""}, NoAnswer, "wrote 3000 bytes and did not finish"),
+    ],
+)
+def test_no_answer_says_why_and_another_child_is_started(
+    child: Child, order: dict[str, object], kind: type[NoAnswer], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert child.start()
+    assert child.ask({"a": "ł" * 200_000}, 10) == {"a": "ł" * 200_000}  # more than a pipe holds
+    assert not child.start()
+    monkeypatch.setattr(child_module, "MAX_ANSWER_BYTES", 2000 if "then" in order else 1 << 20)
+    with pytest.raises(kind, match=words) as caught:
+        child.ask(order, 0.3 if "sleep" in order else 10)
+    assert getattr(caught.value, "returncode", 3) == 3
+    assert child.start()
+    assert child.ask({"b": 1}, 10) == {"b": 1}
+    child.kill()
+    child.kill()
+
+
+def test_what_cannot_be_started_says_so(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    for python in ("", "/nowhere/python"):
+        monkeypatch.setattr("sys.executable", python)
+        with pytest.raises(NoAnswer, match="does not start: "):
+            child.start()
