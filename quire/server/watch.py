@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quire.server.call import Call
 
 MAX_WATCHERS = 16
+MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all
 MAX_CELLS = 2000  # of a map: more than a screen shows
 MAX_VIEWED = 4096  # blocks looked at closely
 PATIENCE_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
@@ -61,7 +62,7 @@ async def watch(call: Call) -> Response:
     query = parse_query(call, WatchQuery)
     if call.request.method == "HEAD":
         return Response(None, 200, call.headers, "text/event-stream; charset=utf-8")
-    watcher = call.watch.enter(query.interval_ms / 1000)
+    watcher = call.watch.enter(query.interval_ms / 1000, call.key)
     if not query.once:
         return WatchStream(watcher, call.key, call.headers)
     try:
@@ -120,11 +121,13 @@ class Watch:
         self._took_s = 0.0  # from the one before to it
         self.tick = 0  # their number; 0: none since somebody began to watch
 
-    def enter(self, interval_s: float) -> Watcher:
-        if len(self._watchers) >= MAX_WATCHERS:
-            text = f"{len(self._watchers)} watchers are here already, which is the limit"
-            raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=5.0, reason="watchers")
-        watcher = Watcher(self, interval_s)
+    def enter(self, interval_s: float, key: Key) -> Watcher:
+        if (num_all := len(self._watchers)) >= MAX_WATCHERS:
+            raise _too_many(f"{num_all} watchers")
+        num_own = sum(watcher.key_name == key.name for watcher in self._watchers)
+        if num_own >= MAX_WATCHERS_A_KEY and not key.is_admin:
+            raise _too_many(f"{num_own} watchers of the key {key.name!r}")
+        watcher = Watcher(self, interval_s, key.name)
         self._watchers.add(watcher)
         if self._clock is None:
             self.tick = 0
@@ -198,12 +201,18 @@ class Watch:
         return all(reporter.has_report for reporter in self._reporters.values())
 
 
+def _too_many(who: str) -> ApiError:
+    text = f"{who} are here already, which is the limit"
+    return ApiError(Kind.RATE_LIMITED, text, retry_after_s=5.0, reason="watchers")
+
+
 class Watcher:
     """Someone who watches, until they leave."""
 
-    def __init__(self, watch: Watch, interval_s: float) -> None:
+    def __init__(self, watch: Watch, interval_s: float, key_name: str) -> None:
         self._watch = watch
         self.interval_s = interval_s
+        self.key_name = key_name
         self._last_tick = 0
         self._due_s = 0.0
 

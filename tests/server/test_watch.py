@@ -25,7 +25,7 @@ from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
 from quire.server.pulse import MAX_RECENT, Pulse
 from quire.server.records import RequestRecord
-from quire.server.watch import MAX_WATCHERS, Watch, WatchStream
+from quire.server.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
 from quire.server.watch_view import BlocksAnswer, WatchedEngine, WatchSnapshot
 from tests.server.rig import FAKE, Server, ask_async, serving
 
@@ -240,6 +240,20 @@ def test_one_clock_for_all_and_so_many_watchers_at_most(server: Server) -> None:
         time.sleep(0.05)
 
 
+def test_one_key_leaves_places_for_others(locked: Server) -> None:
+    """Though it reads nothing."""
+    with ExitStack() as stack:
+        streams = [stack.enter_context(closing(Stream(locked, key=ALICE))) for _ in range(MAX_WATCHERS)]
+        assert [stream.status for stream in streams].count(200) == MAX_WATCHERS_A_KEY
+        refused = locked.get("/v1/watch", headers={"authorization": f"Bearer {ALICE}"})
+        assert (refused.status, refused.json["error"]["message"]) == (
+            429,
+            f"{MAX_WATCHERS_A_KEY} watchers of the key 'key-1' are here already, which is the limit",
+        )
+        assert snapshot(locked, BOB).key == "key-2"
+        assert snapshot(locked, ROOT).is_admin
+
+
 def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> None:
     snapshot(server)
     server.wait_free()
@@ -397,8 +411,8 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         async def receive() -> Any:
             return await asyncio.get_running_loop().create_future()
 
-        stream = WatchStream(watch.enter(0.02), LOCAL, {})
-        other = watch.enter(0.02)
+        stream = WatchStream(watch.enter(0.02, LOCAL), LOCAL, {})
+        other = watch.enter(0.02, LOCAL)
         streaming = asyncio.create_task(stream({}, receive, send))
         for _ in range(10):
             await watch.after(watch.tick)
@@ -411,7 +425,7 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
         streaming.cancel()
         with suppress(asyncio.CancelledError):
             await streaming
-        assert watch.enter(0.02) is not None  # it left: there is room, and the clock starts anew
+        assert watch.enter(0.02, LOCAL) is not None  # it left: there is room, and the clock starts anew
         assert watch.tick == 0
 
     asyncio.run(work())
