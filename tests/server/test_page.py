@@ -21,6 +21,10 @@ OUTSIDE = """
 return [...document.querySelectorAll(".card, .bar, .row, table, canvas")].filter((one) => one.offsetParent
   && !one.parentElement.closest(".scroll") && one.getBoundingClientRect().right > innerWidth + 0.5).length
 """
+WIDER = """
+return [...document.querySelectorAll(".scroll, .figure .note, thead th, .tiers")]
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.id || one.textContent)
+"""
 SIZES = ((1280, 900), (768, 1024), (360, 740))
 
 
@@ -109,9 +113,23 @@ def check_layout(browser: Browser) -> None:
             )
             assert browser.run("return document.documentElement.scrollWidth") == width, (width, scheme)
             assert browser.run(OUTSIDE) == 0, (width, scheme)
+            assert browser.run(WIDER) == [], (width, scheme)
             papers.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
     assert len(papers) == 2
     browser.look(1280, 900)
+
+
+# The page leaves it to the model how to choose tokens; here the answers have to be the same each time.
+GREEDY = """
+window.asked = [];
+const real = window.fetch;
+window.fetch = (path, more) => {
+  if (path !== "v1/chat/completions") return real(path, more);
+  const body = JSON.parse(more.body);
+  asked.push(Object.keys(body).sort());
+  return real(path, { ...more, body: JSON.stringify({ ...body, temperature: 0 }) });
+};
+"""
 
 
 @needs_browser
@@ -125,11 +143,13 @@ def test_real_traffic_on_the_real_model(browser: Browser, default_model: Path) -
         num_blocks = int(server.stats()["num_blocks"])
         assert count(browser, "free") == num_blocks
 
+        browser.run(GREEDY)
         browser.type("#text", "Write a long story about a fox.")
         browser.click("#send")
         browser.wait("blocks are in use while a request runs", lambda: count(browser, "in_use") > 0)
         browser.wait("the request is listed", lambda: "req_" in browser.text("#requests"))
         assert browser.text("#state") == "working"
+        assert browser.text("#tiers") == "waiting:high 0normal 0low 0"
         browser.click("#stop")
         browser.wait("it stops", lambda: "stopped" in browser.text("#log"))
         browser.wait("its blocks are free or cached", lambda: count(browser, "in_use") == 0)
@@ -147,6 +167,10 @@ def test_real_traffic_on_the_real_model(browser: Browser, default_model: Path) -
         again = browser.run("return [...document.querySelectorAll('#log .cache')].at(-1).textContent")
         assert re.match(r"\d+ of \d+ prompt tokens come from the cache", again)  # the first turn is cached by now
 
+        assert (
+            browser.run("return asked")
+            == [["cache", "max_tokens", "messages", "model", "stream", "stream_options"]] * 3
+        )
         eight_siblings(browser)
         check_layout(browser)
         assert browser.complaints() == []
@@ -270,7 +294,7 @@ SCRIPTED = """
 window.asked = [];
 const real = window.fetch, answers = arguments[0];
 window.fetch = async (path, more) => {
-  if (path !== "v1/chat/completions") return real(path, more);
+  if (path !== "v1/chat/completions" || !answers.length) return real(path, more);
   asked.push(JSON.parse(more.body).messages);
   const chunks = answers.shift().map(([delta, finish_reason]) => ({ choices: [{ index: 0, delta, finish_reason }] }));
   const frames = [...chunks.map((one) => JSON.stringify(one)), "[DONE]"];
@@ -296,7 +320,7 @@ def thoughts_and_calls(browser: Browser) -> None:
     colour = "return getComputedStyle(document.querySelector(arguments[0])).color"
     assert browser.run(colour, "#log .thoughts") == browser.run(colour, ".note") != browser.run(colour, "#log .words")
     assert "called look_up." in say("Look.", 2)
-    assert "Cut off by its length before it began to answer." in say("Think.", 3)
+    assert "Cut off at 512 tokens, the most that this page asks for, before it began to answer." in say("Think.", 3)
     assert "The model refused: I will not." in say("Do.", 4)
     answered = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A fox."}]
     assert browser.run("return asked.at(-1)") == [*answered, {"role": "user", "content": "Do."}]
@@ -314,6 +338,8 @@ def test_it_comes_back_with_the_server_and_shows_names_as_text(browser: Browser,
         port = str(first.address[1])
         first.stop(20)
         browser.wait("it says that the server is away", lambda: "away" in browser.text("#state"))
+        browser.type("#text", "Anyone?\n")
+        browser.wait("so does the chat", lambda: "the server does not answer" in browser.text("#log"))
     second: Server = spawn(str(tiny_model), *FAKE, "--port", port, "--served-model-name", "another")
     try:
         wait_ready(second)

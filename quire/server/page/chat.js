@@ -2,7 +2,7 @@
 import { events, post } from "./net.js";
 import { byId, make, num, plural, setText } from "./dom.js";
 
-const MAX_TOKENS = 512;
+const MAX_TOKENS = 512; // of an answer: nobody should have to wait for one that has lost its way
 const SIBLINGS = 8;
 const WORDS = ("river stone lantern harbour winter copper meadow signal paper orchard thunder velvet mirror engine garden " +
   "window silver candle forest bridge ocean letter marble pepper violin shadow market valley ribbon anchor").split(" ");
@@ -65,6 +65,9 @@ const fail = (node, error) => {
   toEnd();
 };
 
+const whyCut = (usage) => (usage && usage.completion_tokens < MAX_TOKENS
+  ? "Cut off: the model's context is full" : "Cut off at " + MAX_TOKENS + " tokens, the most that this page asks for");
+
 // One answer as it grows: thoughts dimmed above the words, and what else it was in a line below them.
 const newAnswer = () => {
   const { node, words } = entry("assistant", "");
@@ -81,12 +84,12 @@ const newAnswer = () => {
     setText(words, answer.said);
     toEnd();
   };
-  answer.end = () => {
+  answer.end = (usage) => {
     words.hidden = !answer.said;
     const tell = (text) => node.append(make("p", { class: "note" }, text));
     if (answer.refusal) tell("The model refused: " + answer.refusal);
     if (answer.calls.length) tell("The model called " + answer.calls.join(", ") + ". This page has no tools: the call is forgotten.");
-    if (answer.reason === "length") tell(answer.said ? "Cut off by its length." : "Cut off by its length before it began to answer.");
+    if (answer.reason === "length") tell(whyCut(usage) + (answer.said ? "." : ", before it began to answer."));
   };
   return answer;
 };
@@ -102,7 +105,7 @@ const send = async (text) => {
   const began = performance.now();
   try {
     const body = {
-      model, messages: talk, max_tokens: MAX_TOKENS, temperature: 0, stream: true, cache: true, stream_options: { include_usage: true },
+      model, messages: talk, max_tokens: MAX_TOKENS, stream: true, cache: true, stream_options: { include_usage: true },
     };
     for await (const data of events(await post("v1/chat/completions", body, controller.signal))) {
       if (data === "[DONE]") break;
@@ -112,7 +115,7 @@ const send = async (text) => {
       cache = chunk.cache || cache;
       usage = chunk.usage || usage;
     }
-    answer.end();
+    answer.end(usage);
     explain(answer.node, cache, usage, (performance.now() - began) / 1000);
   } catch (error) {
     fail(answer.node, error);

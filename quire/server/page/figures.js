@@ -8,15 +8,15 @@ const HEIGHT = 28;
 // name, label, the number, what the line shows, a note
 const FIGURES = [
   ["decode", "decode tokens/s", (now) => short(now.decode_tokens_per_s), (now) => now.decode_tokens_per_s,
-    (now) => plural(now.num_running, "sample") + " running"],
+    (now) => plural(now.num_running, "answer") + " under way"],
   ["prefill", "prefill tokens/s", (now) => short(now.prefill_tokens_per_s), (now) => now.prefill_tokens_per_s,
-    (now) => plural(now.num_waiting, "sample") + " waiting"],
+    (now) => plural(now.num_waiting, "answer") + " waiting"],
   ["ttft", "first token, median", (now) => seconds(now.ttft_s_p50), (now) => now.ttft_s_p50 || 0,
-    (now) => (now.num_ttft ? "p95 " + seconds(now.ttft_s_p95) + " of " + num(now.num_ttft) : "none in five minutes")],
+    (now) => (now.num_ttft ? "95 % of " + num(now.num_ttft) + " within " + seconds(now.ttft_s_p95) : "none in five minutes")],
   ["hits", "prefix hit rate", (now) => Math.round(now.hit_rate * 100) + " %", (now) => now.hit_rate,
     (now) => num(now.num_hit_tokens) + " of " + num(now.num_queried_tokens) + " tokens"],
   ["preemptions", "preemptions", (now) => num(now.num_preemptions), (now, last) => now.num_preemptions - last.num_preemptions,
-    () => "had to give up their blocks"],
+    () => "answers interrupted"],
   ["evictions", "evictions", (now) => num(now.num_evictions), (now, last) => now.num_evictions - last.num_evictions,
     () => "cached blocks reused"],
 ];

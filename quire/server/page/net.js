@@ -17,9 +17,14 @@ export class Refused extends Error {
   }
 }
 
+// Browsers say "Failed to fetch" and the like. Stopping on purpose is no failure.
+const inWords = (text) => (error) => {
+  throw error.name === "AbortError" ? error : new Error(text);
+};
+
 // A response that is not an error. Addresses are relative: the server may stand below a path of a proxy.
 export const ask = async (path, more = {}) => {
-  const answer = await fetch(path, options(more));
+  const answer = await fetch(path, options(more)).catch(inWords("the server does not answer"));
   if (answer.ok) return answer;
   let text = "the server answered " + answer.status;
   try {
@@ -40,7 +45,7 @@ export async function* events(answer) {
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(inWords("the connection broke off"));
       if (done) return;
       text += value;
       const frames = text.split("\n\n");

@@ -28,7 +28,8 @@ const fill = (row, one) => {
 };
 
 const showTiers = (tiers) => {
-  byId("tiers").replaceChildren(...tiers.map((one) => make("li", { class: one.num_waiting ? "some" : "" },
+  const label = tiers.length ? [make("li", {}, "waiting:")] : [];
+  byId("tiers").replaceChildren(...label, ...tiers.map((one) => make("li", { class: one.num_waiting ? "some" : "" },
     one.tier + " ", make("b", {}, num(one.num_waiting)), one.num_waiting ? " oldest " + seconds(one.oldest_age_s) : "")));
 };
 
