@@ -183,9 +183,9 @@ class Gate:
         if key is None:
             text = "this API key is not known here" if secrets else "no API key was sent"
             raise ApiError(Kind.AUTHENTICATION, f"{text}: send Authorization: Bearer KEY, or x-api-key: KEY")
+        call.key = key  # before it is refused: the log names it
         if access is Access.ADMIN and not key.is_admin:
             raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin's")
-        call.key = key
 
     def _check_browser(self, host: str, origin: str | None) -> None:
         """A page of someone else's, open in a browser on this machine, must not use this server for its own ends."""

@@ -285,6 +285,8 @@ async def answer(call: Call, handler: Handler) -> Response | None:
 
 async def _refuse(call: Call, error: ApiError) -> Response:
     call.model.metrics.rejected(error.reason)
+    if hasattr(call, "key") and call.key.is_admin:
+        error.message = error.admin_message
     if not call.is_accepted:  # or its own line tells
         key_name = call.key.name if hasattr(call, "key") else None
         log_refusal(call.request_id, call.endpoint, key_name, call.dialect.status(error), error.reason, error.param)

@@ -59,6 +59,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         may_retry: bool | None = None,
         reason: str = "",
+        admin_message: str = "",
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -67,6 +68,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.may_retry = kind in _MAY_RETRY if may_retry is None else may_retry
         self.reason = reason or kind.name.lower()  # for counting
+        self.admin_message = admin_message or message  # with what is not for everyone: who may load models may read it
 
 
 _MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT}

@@ -24,7 +24,15 @@ from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
 from quire.engine.process import HANG_LIMIT_S
 from quire.engine.wire import Ready, Stepped
-from quire.errors import InvalidRequest, ModelTooLarge, QuireError, TemplateError
+from quire.errors import (
+    InvalidRequest,
+    MissingExtra,
+    ModelFileError,
+    ModelNotFound,
+    ModelTooLarge,
+    QuireError,
+    TemplateError,
+)
 from quire.server.ask import Ask
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
@@ -356,11 +364,8 @@ class Models:
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
-            case InvalidRequest():
-                text = f"{model.name} could not be loaded: {error}"
-            case _:  # it may name paths, which are nobody's business
-                text = f"{model.name} could not be loaded ({type(error).__name__}); the server's log says why"
-        return ApiError(Kind.UNAVAILABLE, text, retry_after_s=10.0, reason="load_failed")
+            case _:
+                return _load_failed(model, error)
 
     # The keeper
 
@@ -420,6 +425,24 @@ class Models:
             task.cancel()
         await self.manager.close()
         self._opener.shutdown(wait=False, cancel_futures=True)
+
+
+def _load_failed(model: Model, error: Exception) -> ApiError:
+    """Why is for the keeper, and without the folder: the rest of it may name paths, which are nobody's business."""
+    why = str(error).replace(str(model.config.path), model.config.path.name)
+    told = f"{model.name} could not be loaded: {why}"
+    text = told
+    if not isinstance(error, InvalidRequest):
+        text = f"{model.name} could not be loaded ({type(error).__name__}); the server's log says why"
+    is_lasting = isinstance(error, InvalidRequest | ModelFileError | ModelNotFound | MissingExtra)
+    return ApiError(
+        Kind.UNAVAILABLE,
+        text,
+        retry_after_s=None if is_lasting else 10.0,  # until somebody mends it
+        may_retry=not is_lasting,
+        reason="load_failed",
+        admin_message=told,
+    )
 
 
 def give_back() -> None:
