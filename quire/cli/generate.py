@@ -178,6 +178,9 @@ def _answer(speaker: Speaker, ask: Ask, params: GenerationParams, *, as_json: bo
         typer.echo(json.dumps(document, ensure_ascii=False))
     elif sys.stderr.isatty():
         typer.echo(_summary(samples, bill, printer.pace, params.max_tokens, speaker.max_context), err=True)
+    elif cuts := [sample for sample in samples if sample.end is not None and sample.end.finish_reason == "length"]:
+        # a pipe has no use for the figures, but who reads it may take half an answer for a whole one
+        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, speaker.max_context)}: the answer is cut", err=True)
 
 
 @dataclass(slots=True)

@@ -51,6 +51,8 @@ def test_shapes_without_weights_are_enough(tmp_path: Path) -> None:
     outcome = quire("generate", "Hi", *options, "--load-format", "dummy")
     assert outcome.returncode == 0, outcome.stderr
     assert json.loads(outcome.stdout)["usage"]["completion_tokens"] == 3
+    plain = quire("generate", "Hi", *options[:-1], "--load-format", "dummy")
+    assert (plain.returncode, plain.stderr) == (0, "stopped at --max-tokens 3: the answer is cut\n")
     assert "holds neither model.safetensors nor" in quire("generate", "Hi", *options).stderr
     refused = quire("generate", "Hi", *options, "--load-format", "gptq")
     assert refused.stderr == "quire: --load-format = 'gptq' is not one of auto, dummy\n"
