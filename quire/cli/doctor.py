@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
+from quire.cli.sizes import file_size, memory_size
 from quire.errors import install_command
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
 
@@ -249,7 +250,7 @@ def _model_problems(models: list[dict[str, Any]], disk: dict[str, Any]) -> Itera
             name = re.sub(r":[^:]*\.gguf$", "", model["name"]) if "/" in model["name"] else model["name"]
             yield Problem(f"{model['name']} cannot be opened: {model['problem']}", f"quire pull {name}", False)
     if disk["free_bytes"] < LITTLE_DISK_BYTES:
-        yield Problem(f"{_size(disk['free_bytes'])} are free for models", f"df -h {disk['path']}", False)
+        yield Problem(f"{file_size(disk['free_bytes'])} are free for models", f"df -h {disk['path']}", False)
 
 
 # Showing
@@ -282,12 +283,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     features = ", ".join(hardware["features"]) or "none that matter"
     yield f"cpu       {hardware['cpu']}, {hardware['cores']} cores usable; {features}"
-    yield f"memory    {_size(hardware['memory_bytes'])}, {_size(hardware['available_bytes'])} available"
+    yield f"memory    {memory_size(hardware['memory_bytes'])}, {memory_size(hardware['available_bytes'])} available"
     for gpu in hardware["gpus"]:
-        yield f"gpu       {gpu['name']}, {_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
+        yield f"gpu       {gpu['name']}, {memory_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
     if not hardware["gpus"]:
         yield "gpu       none that PyTorch can use"
-    yield f"disk      {_size(cache['free_bytes'])} free for {cache['path']}"
+    yield f"disk      {file_size(cache['free_bytes'])} free for {cache['path']}"
     yield ""
     for backend in report["backends"]:
         others = backend.get("other_kernels")
@@ -300,7 +301,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     for model in report["models"]:
         said = f"{model['type']} {model['architecture']}, opens" if model["opens"] else "does not open"
-        yield f"model     {model['name']}, {_size(model['size_bytes'])}, {said}"
+        yield f"model     {model['name']}, {file_size(model['size_bytes'])}, {said}"
     for name, value in report["environment"].items():
         if value is not None:
             yield f"{name}={value}"
@@ -309,7 +310,3 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{'MISSING' if problem['is_essential'] else 'note'}: {problem['what']}"
         yield f"    {problem['how']}"
     yield "quire can generate here." if report["can_generate"] else "quire cannot generate here yet."
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.sizes import file_size
 from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
 
 
@@ -42,18 +43,14 @@ def _print_table(here: list[LocalModel]) -> None:
     table.add_column("size", justify="right", no_wrap=True)
     for model in here:
         if not model.problem:
-            row = [model.name, model.format, model.quantization, model.architecture, size(model.size_bytes)]
+            row = [model.name, model.format, model.quantization, model.architecture, file_size(model.size_bytes)]
             table.add_row(*(Text(cell) for cell in row))
     names = {model.name for model in here if not model.problem}
     for known in KNOWN_MODELS.values():
         if known.name not in names:
-            row = [known.name, "gguf", "", f"not here: quire pull {known.name}", size(known.size_bytes)]
+            row = [known.name, "gguf", "", f"not here: quire pull {known.name}", file_size(known.size_bytes)]
             table.add_row(*(Text(cell, style="dim") for cell in row))
     console.print(table)
     for model in here:
         if model.problem:
             console.print(Text(f"{model.name}: {model.problem}"))
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.models import size
 from quire.cli.remote import Server, plain, reach_server
+from quire.cli.sizes import memory_size
 
 Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` lists.")]
 
@@ -86,7 +86,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     for name, aliases, entry in _by_model(entries):
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
-        shown = size(num_bytes) if type(num_bytes) is int else "?"
+        shown = memory_size(num_bytes) if type(num_bytes) is int else "?"
         row = [name, ", ".join(aliases), state, shown if entry.get("state") == "ready" else f"({shown})", str(context)]
         table.add_row(*(Text(plain(cell)) for cell in row))
     console.print(table)

@@ -22,6 +22,7 @@ import typer
 from quire.cli import loading
 from quire.cli.hello import say_hello
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
+from quire.cli.sizes import memory_size
 from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -271,7 +272,8 @@ def announce(startup: Startup) -> None:
         "",
         *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
-        f"  memory     weights {_gb(ready.weight_bytes)}, KV cache {_gb(ready.kv_bytes)}: {tokens} ({_why(startup)})",
+        f"  memory     weights {memory_size(ready.weight_bytes)},"
+        f" KV cache {memory_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         f"  takes      {capacity.max_seqs} requests at once, up to {ready.max_context:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
@@ -297,7 +299,7 @@ def _others(startup: Startup) -> list[str]:
         lines.append(f"  others     {', '.join(others)}: loaded when they are first asked for")
     if startup.memory_bytes is not None:
         why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
-        lines.append(f"  budget     {_gb(startup.memory_bytes)} for the weights and KV of all models ({why})")
+        lines.append(f"  budget     {memory_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
     return lines
 
 
@@ -321,7 +323,3 @@ def _audience(config: ServeConfig) -> str:
 def _elsewhere(config: ServeConfig) -> str:
     name = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
     return f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes else "unknown"

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from quire.cli.remote import plain
+from quire.cli.sizes import memory_size
 
 # State of blocks -> its mark in the bar, one for terminals that know ASCII only, and its colour where there are any.
 MARKS = {
@@ -77,7 +78,10 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
         ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}"
     return [
         head,
-        _line(f"memory    weights {_size(engine['weight_bytes'])}, KV {_size(engine['kv_bytes'])}{_pool(engine)}"),
+        _line(
+            f"memory    weights {memory_size(engine['weight_bytes'])},"
+            f" KV {memory_size(engine['kv_bytes'])}{_pool(engine)}"
+        ),
         *_blocks(engine["blocks"], width, kind),
         _line(
             f"speed     {engine['prefill_tokens_per_s']:,.0f} prompt tok/s, {engine['decode_tokens_per_s']:,.0f} answer"
@@ -99,7 +103,7 @@ def _state(model: dict[str, Any]) -> str:
     if model["is_pinned"]:
         state += ", pinned"
     if model["engine"] is None and model["num_bytes"]:
-        state += f", {_size(model['num_bytes'])}"
+        state += f", {memory_size(model['num_bytes'])}"
     if model["num_waiting"]:
         state += f", {model['num_waiting']:,} wait for it"
     return state
@@ -187,9 +191,3 @@ def _cell(value: Any) -> str:
 
 def _line(text: str, style: str = "") -> Text:
     return Text(INDENT + text, style)
-
-
-def _size(num_bytes: int) -> str:
-    if not num_bytes:
-        return "unknown"
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
