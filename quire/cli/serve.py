@@ -284,7 +284,7 @@ def announce(startup: Startup) -> None:
         f"  export ANTHROPIC_BASE_URL={config.url}",
         f"  export ANTHROPIC_API_KEY={key}",
         "",
-        f"  API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
+        f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
         "",
     ]
     typer.echo("\n".join(lines))
@@ -294,9 +294,12 @@ def announce(startup: Startup) -> None:
 def _others(startup: Startup) -> list[str]:
     """Where there are several: who they are, and what they share."""
     lines: list[str] = []
-    others = [model.names[0] for model in startup.config.models[1:]]
-    if others:
-        lines.append(f"  others     {', '.join(others)}: loaded when they are first asked for")
+    others = startup.config.models[1:]
+    label = "others"
+    for is_preloaded, when in ((True, "loaded now, one after the other"), (False, "loaded when first asked for")):
+        if names := [model.names[0] for model in others if model.is_preloaded is is_preloaded]:
+            lines.append(f"  {label:9}  {', '.join(names)}: {when}")
+            label = ""
     if startup.memory_bytes is not None:
         why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
         lines.append(f"  budget     {memory_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
