@@ -66,7 +66,15 @@ def _order(remote: Server, verb: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _tell(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
-    typer.echo(f"{plain(str(found.get('model')))} is {plain(found['state'])}{pinned}")
+    typer.echo(f"{plain(str(found.get('model')))} is {plain(found['state'])}{pinned}{_shortened(found)}")
+
+
+def _shortened(found: dict[str, Any]) -> str:
+    """Nothing, if its context is as long as it can be."""
+    length, full = found.get("max_model_len"), found.get("full_model_len")
+    if found["state"] != "ready" or type(length) is not int or type(full) is not int or length >= full:
+        return ""
+    return f", with {length:,} tokens of context instead of {full:,}: its KV cache has no room"
 
 
 def _print_table(entries: list[dict[str, Any]]) -> None:
@@ -87,7 +95,8 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
         shown = memory_size(num_bytes) if type(num_bytes) is int else "?"
-        row = [name, ", ".join(aliases), state, shown if entry.get("state") == "ready" else f"({shown})", str(context)]
+        held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
+        row = [name, ", ".join(aliases), state, held, str(context)]
         table.add_row(*(Text(plain(cell)) for cell in row))
     console.print(table)
 

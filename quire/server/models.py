@@ -78,6 +78,7 @@ class Model:
         self.door = Door(shared.limits.max_queue, shared.limits.max_queued_tokens)
         self.seat = Seat(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
         self.max_context: int | None = config.engine.max_context  # None: nobody has looked yet
+        self.full_context: int | None = None  # what it would be, had it memory enough
         self.on_loading: Progress | None = None
         self.open_s = 0.0  # how long its text took to open, the last time
         self._shared = shared
@@ -108,9 +109,8 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Weights and KV as held, or the estimate before the first load."""
-        needs = self.needs
-        return self.seat.num_bytes or needs.weight_bytes + (needs.kv_bytes or 0)
+        """Weights and KV as held; while it is not loaded, its weights alone."""
+        return self.seat.num_bytes or self.needs.weight_bytes
 
     @property
     def facts(self) -> Ready | None:
@@ -126,7 +126,7 @@ class Model:
         kv_bytes = engine.kv_bytes
         if engine.num_blocks is not None:
             kv_bytes = int(engine.num_blocks * engine.block_size * self._token_bytes)
-        blocks = -(-(self.max_context or 1) // engine.block_size) + 1  # and the null block
+        blocks = -(-(self.full_context or 1) // engine.block_size) + 1  # and the null block
         return Needs(self._weight_bytes, int(blocks * engine.block_size * self._token_bytes), kv_bytes)
 
     async def measure(self) -> Needs:
@@ -139,7 +139,8 @@ class Model:
         checkpoint = open_checkpoint(self.config.path, self.config.engine.load_format)
         spec = checkpoint.spec
         checkpoint.close()
-        self.max_context = min(self.config.engine.max_context or spec.max_context, spec.max_context)
+        self.full_context = min(self.config.engine.max_context or spec.max_context, spec.max_context)
+        self.max_context = self.full_context
         engine = self.config.engine
         is_half = engine.backend in ("auto", "native") or (engine.device != "cpu" and has_nvidia())
         element_bytes = HALF_BYTES if is_half else FP32_BYTES
@@ -189,6 +190,13 @@ class Model:
         if ready is None:
             return 0
         self.max_context = ready.max_context
+        if self.full_context is not None and self.max_context < self.full_context:
+            log.warning(
+                "%s takes %s tokens of context instead of %s: its KV cache has no room for more",
+                self.name,
+                f"{self.max_context:,}",
+                f"{self.full_context:,}",
+            )
         if ready.weight_bytes:
             self._weight_bytes = ready.weight_bytes
         if ready.kv_bytes:

@@ -34,8 +34,10 @@ class PinRequest(msgspec.Struct, frozen=True):
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     state: str  # unloaded, loading, ready, unloading, failed
-    num_bytes: int
+    num_bytes: int  # as held; of one that is not loaded, its weights
     is_pinned: bool
+    max_model_len: int | None  # most tokens of prompt and answer; None: nobody has looked yet
+    full_model_len: int | None  # what that would be, had its KV cache room enough
 
 
 async def load(call: Call) -> Response:
@@ -71,4 +73,11 @@ async def unpin(call: Call) -> Response:
 
 
 def status(model: Model) -> ModelStatus:
-    return ModelStatus(model=model.name, state=model.state.value, num_bytes=model.num_bytes, is_pinned=model.is_pinned)
+    return ModelStatus(
+        model=model.name,
+        state=model.state.value,
+        num_bytes=model.num_bytes,
+        is_pinned=model.is_pinned,
+        max_model_len=model.max_context,
+        full_model_len=model.full_context,
+    )

@@ -118,7 +118,7 @@ class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...]
     state: str
     is_pinned: bool
-    num_bytes: Annotated[int, Meta(description="Held, or the estimate before the first load.")]
+    num_bytes: Annotated[int, Meta(description="As held; its weights, if it is not loaded.")]
     progress: Annotated[float | None, Meta(description="Of loading, 0 to 1.")]
     num_waiting: Annotated[int, Meta(description="Requests that wait for it to load.")]
     engine: WatchedEngine | None

@@ -18,6 +18,7 @@ from quire.cli.serve_models import list_models
 from quire.engine.build import EngineConfig
 from quire.errors import InvalidRequest
 from quire.server.config import ServeConfig
+from quire.weights.hub import size_of
 from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, command_line, serving
 from tests.tiny import write_tiny_model
@@ -85,10 +86,8 @@ def tight(folder: Path) -> Iterator[Server]:
 
 def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server) -> None:
     assert states(roomy) == "ready unloaded unloaded"
-    assert "others     b, c: loaded when they are first asked for" in roomy.log
-    assert re.search(
-        r"budget     [\d.,]+ GiB for the weights and KV of all models \(chosen by what is free", roomy.log
-    )
+    assert "others     b, c: loaded when first asked for" in roomy.log
+    assert re.search(r"budget     [\d.,]+ GiB for the weights and KV of all models \(chosen by what is free", roomy.log)
     assert len(workers(roomy)) == 1
     answers = [roomy.chat(**({"model": name} if name else {})).json for name in ("", "b", "a")]
     assert [answer["model"] for answer in answers] == ["a", "b", "a"]
@@ -132,6 +131,8 @@ def test_load_unload_and_pin_by_the_keeper(roomy: Server) -> None:
         "state": "ready",
         "num_bytes": model(roomy, "c")["num_bytes"],
         "is_pinned": False,
+        "max_model_len": 4096,
+        "full_model_len": 4096,
     }
     assert roomy.post("/v1/models/pin", {"model": "c"}).json["is_pinned"] is True
     answer = roomy.post("/v1/models/unload", {"model": "c"})
@@ -279,8 +280,16 @@ models:
         wait_state(server, "ready ready unloaded")
         names = {entry["id"]: entry for entry in server.get("/v1/models").json["data"]}
         assert list(names) == ["first", "one", "uno", "b", "c"]
+        said = "  others     b: loaded now, one after the other\n             c: loaded when first asked for\n"
+        assert said in "".join(server.stdout)
+        assert f"  page: {server.url}/    API: " in "".join(server.stdout)
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
+        assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights, whatever its KV will be
+        assert "b takes 608 tokens of context instead of 4,096: its KV cache has no room for more" in server.log
+        loaded = quire("load", "b", "--server", server.url).stdout
+        assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
+        assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
         answer = server.chat(model="uno").json
         assert (answer["model"], answer["service_tier"]) == ("first", "default")
         assert server.chat(model="b").json["service_tier"] == "flex"

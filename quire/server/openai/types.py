@@ -393,7 +393,7 @@ class Model(Struct, kw_only=True):
     root: Annotated[str, Meta(description="The model this name stands for.")]
     max_model_len: Annotated[int, Meta(description="Tokens of prompt and answer together, at most. 0: unknown.")]
     state: Annotated[str, Meta(description="unloaded, loading, ready, unloading or failed.")] = "ready"
-    num_bytes: Annotated[int, Meta(description="Weights and KV cache as held, or an estimate before it is loaded.")] = 0
+    num_bytes: Annotated[int, Meta(description="Weights and KV cache as held; its weights, if it is not loaded.")] = 0
     is_pinned: bool = False
     alias_of: Annotated[str | None, Meta(description="The first name of the same model.")] = None
     type: Literal["model"] = "model"  # this and the next two for Anthropic's client

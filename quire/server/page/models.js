@@ -45,7 +45,7 @@ const showModel = (one, isAdmin) => {
     facts.push("weights " + bytes(one.engine.weight_bytes) + ", KV " + bytes(one.engine.kv_bytes));
     facts.push("context " + one.engine.max_context.toLocaleString("en"));
   } else if (one.num_bytes && one.state !== "ready") {
-    facts.push("about " + bytes(one.num_bytes) + " when loaded");
+    facts.push((one.state === "loading" ? "about " : "weights ") + bytes(one.num_bytes));
   }
   if (one.aliases.length) facts.push("also called " + one.aliases.join(", "));
   if (one.num_waiting) facts.push(plural(one.num_waiting, "request") + " wait for it");
