@@ -19,6 +19,7 @@ MARKS = {
     "cached": ("░", "-", "blue"),
     "free": ("·", ".", "bright_black"),
 }
+NAMES = {"in_use": "held by one"}  # shared and pinned ones are in use as well, in the statistics and metrics
 MIN_WIDTH = 60
 MAX_BAR = 100
 INDENT = "  "
@@ -119,7 +120,7 @@ def _blocks(blocks: dict[str, Any] | None, width: int, kind: int) -> list[Text]:
         bar.append(MARKS[state][kind] * size, MARKS[state][2])
     lines = [bar, _line(" " * 8)]
     for state, marks in MARKS.items():
-        words = f" {counts[state]:,} {state.replace('_', ' ')}"
+        words = f" {counts[state]:,} {NAMES.get(state, state)}"
         if len(lines[-1]) + len(words) + 3 > width:
             lines.append(_line(" " * 8))
         lines[-1].append("  ")

@@ -16,7 +16,7 @@ class PoolStats:
     num_blocks: int  # that can be handed out
     num_free: int  # cached ones included
     num_cached: int  # free, but findable until taken
-    num_in_use: int
+    num_in_use: int  # held by requests or kept by pins
     num_shared: int  # held more than once
     num_evictions: int
 

@@ -71,13 +71,13 @@ class CacheStatsView(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # requests
     num_waiting: int
     num_blocks: int
-    num_free: int
-    num_cached: int
-    num_in_use: int
-    num_shared: int
+    num_free: Annotated[int, Meta(description="Held by nobody, with cached content or without.")]
+    num_cached: Annotated[int, Meta(description="Free, and findable until they are taken.")]
+    num_in_use: Annotated[int, Meta(description="Held by requests or kept by pins.")]
+    num_shared: Annotated[int, Meta(description="In use more than once.")]
     num_evictions: int
     num_pins: int
-    num_pinned: int
+    num_pinned: Annotated[int, Meta(description="Blocks that pins keep; they are in use.")]
     num_queried_tokens: int
     num_hit_tokens: int
     num_recovered_tokens: int

@@ -141,7 +141,7 @@ def test_all_the_facts_are_there_without_colour() -> None:
     assert found.line("quire ").startswith(f"quire {USUAL['version']} at {URL}")
     assert found.line("smollm2") == "smollm2  ready, pinned  native 0.1, cpu, int8"
     assert found.line("memory") == "memory    weights 132 MiB, KV 3.0 GiB in 399 blocks of 32 tokens"
-    assert found.line("■ 1") == "■ 1 pinned  █ 18 shared  ▓ 60 in use  ░ 120 cached  · 200 free"
+    assert found.line("■ 1") == "■ 1 pinned  █ 18 shared  ▓ 60 held by one  ░ 120 cached  · 200 free"
     assert found.line("speed") == "speed     1,235 prompt tok/s, 345 answer tok/s; TTFT p50 / p95 0.040 / 0.110 s"
     assert found.line("cache") == "cache     47.0% hits, 1,234 evicted, 7 preempted, 1 pins"
     assert found.line("queue") == "queue     3 running; waiting 0 high, 2 normal (1.3 s), 0 low"

@@ -3,8 +3,8 @@ import { ask } from "./net.js";
 import { byId, make, num, plural, setText } from "./dom.js";
 
 const STATES = [
-  ["in_use", "in use", "held by one request"],
-  ["shared", "shared", "held by two requests or more"],
+  ["in_use", "held by one", "in use by one request"],
+  ["shared", "shared", "in use by two requests or more"],
   ["pinned", "pinned", "kept by a pin, held by no request"],
   ["cached", "cached", "held by nobody, findable until taken"],
   ["free", "free", "contents worthless"],
