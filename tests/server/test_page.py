@@ -275,6 +275,7 @@ def test_several_models_are_loaded_pinned_and_unloaded(browser: Browser, tiny_mo
         browser.click("#tabs button:nth-child(2)")
         browser.wait("the second is not loaded", lambda: browser.text("#state") == "unloaded")
         assert count(browser, "free") == 0  # and has no blocks to show
+        assert browser.text("#requests-note") == "The model is unloaded."
         press("Load second")
         browser.wait("it is", lambda: badge() == "ready" and browser.text("#state") == "ready")
         browser.wait("with its blocks", lambda: count(browser, "free") == 399)
