@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from quire.cli.main import COMMANDS, FILES
+from quire.cli.main import COMMANDS, FILES, app
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +195,8 @@ def test_every_command_is_there() -> None:
     for name in COMMANDS:
         command = getattr(importlib.import_module(f"quire.cli.{FILES.get(name, name)}"), name)
         assert command.__doc__
+        outcome = CliRunner().invoke(app, [name, "-h"])
+        assert outcome.stdout.startswith(f"Usage: root {name} [OPTIONS]"), outcome.output
 
 
 def test_make_serve_goes_from_nothing_to_an_answer(default_model: Path) -> None:

@@ -40,14 +40,21 @@ PresenceOption = Annotated[float, typer.Option(help="Above 0: avoid tokens the a
 FrequencyOption = Annotated[float, typer.Option(help="Above 0: avoid them the more, the oftener they were used.")]
 SeedOption = Annotated[int | None, typer.Option(help="The same seed draws the same answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End the answer at this text; repeatable.")]
-BackendOption = Annotated[str | None, typer.Option(help="What computes: auto, native or torch.")]
-PrecisionOption = Annotated[str | None, typer.Option(help="Of the native backend: fast, balanced or exact.")]
+BackendOption = Annotated[
+    str | None, typer.Option(help="What computes: auto, native, torch, or fake: nothing, for tests of clients.")
+]
+PrecisionOption = Annotated[str | None, typer.Option(help="Precision of the native backend: fast, balanced or exact.")]
 DtypeOption = Annotated[str | None, typer.Option(help="auto; of the torch backend: float32, float16, bfloat16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 LoadFormatOption = Annotated[str | None, typer.Option(help="auto, or dummy: random weights for a config.json.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
-ContextOption = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer; as the model was made for.")]
-MemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="For the KV cache, like 2G or 512M.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context", "--max-model-len", help="Most tokens of prompt and answer; as the model was made for."
+    ),
+]
+MemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the KV cache, like 2G or 512M.")]
 ServerOption = Annotated[
     str | None,
     typer.Option(

@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "replay": "Play a trace to a server, beside what the simulator says.",
 }
 FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin"), "residents")
+HELP = {"help_option_names": ["--help", "-h"]}
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -53,7 +54,7 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"quire.cli.{FILES.get(cmd_name, cmd_name)}")
         command = typer.Typer(**_SETTINGS)
-        settings = getattr(module, "CONTEXT", None)
+        settings = {**HELP, **getattr(module, "CONTEXT", {})}
         command.command(name=cmd_name, context_settings=settings)(getattr(module, cmd_name))
         return get_command(command)
 
@@ -67,6 +68,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Run open language models for many people at once, from code one can read.",
     no_args_is_help=True,
+    context_settings=HELP,
     **_SETTINGS,
 )
 

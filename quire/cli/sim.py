@@ -51,7 +51,9 @@ def sim(
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
-    max_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _DEFAULT.max_seqs,
+    max_seqs: Annotated[
+        int, typer.Option("--max-seqs", "--max-num-seqs", help="Most requests running at once.")
+    ] = _DEFAULT.max_seqs,
     max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = _DEFAULT.max_step_tokens,
     max_chunk_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens of one request in one step.")

@@ -39,6 +39,8 @@ def refuse(*options: str, **env: str) -> str:
         (("--port", "99999"), "--port = 99999 is not a whole number from 0 to 65535"),
         (("--max-queue", "0"), "--max-queue = 0 is not"),
         (("--max-num-seqs", "0"), "--max-num-seqs = 0 is not"),
+        (("--max-seqs", "0"), "--max-num-seqs = 0 is not"),
+        (("--max-context", "1"), "--max-model-len = 1 is not"),
         (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
         (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
         (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
