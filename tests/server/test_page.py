@@ -25,6 +25,7 @@ WIDER = """
 return [...document.querySelectorAll(".scroll, .figure .note, thead th, .tiers")]
   .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.id || one.textContent)
 """
+DRAWN = "const map = document.getElementById('map'); return map.offsetWidth <= map.parentElement.clientWidth"
 SIZES = ((1280, 900), (768, 1024), (360, 740))
 
 
@@ -108,9 +109,7 @@ def check_layout(browser: Browser) -> None:
     for width, height in SIZES:
         for scheme in ("light", "dark"):
             browser.look(width, height, scheme)
-            browser.wait(
-                "the map is drawn anew", lambda: browser.run("return document.getElementById('map').width > 0")
-            )
+            browser.wait("the map is drawn anew", lambda: browser.run(DRAWN))
             assert browser.run("return document.documentElement.scrollWidth") == width, (width, scheme)
             assert browser.run(OUTSIDE) == 0, (width, scheme)
             assert browser.run(WIDER) == [], (width, scheme)

@@ -48,7 +48,7 @@ const showModel = (one, isAdmin) => {
     facts.push((one.state === "loading" ? "about " : "weights ") + bytes(one.num_bytes));
   }
   if (one.aliases.length) facts.push("also called " + one.aliases.join(", "));
-  if (one.num_waiting) facts.push(plural(one.num_waiting, "request") + " wait for it");
+  if (one.num_waiting) facts.push(plural(one.num_waiting, "request") + (one.num_waiting === 1 ? " waits for it" : " wait for it"));
   if (one.engine && one.engine.num_restarts) facts.push(plural(one.engine.num_restarts, "restart"));
   setText(row.facts, facts.join(" · "));
   row.buttons.hidden = !isAdmin;
