@@ -61,13 +61,14 @@ class EndingJson:
     """A matcher of JSON whose answers end.
 
     A number has at most `MAX_DIGITS` in a row where it may end, and is finite. An answer that has run into a rut
-    (`RUTS`) may only close what goes on and on: the string it is in, or the array or object around it. Where the schema
-    has not let it for a whole turn, it may not go on word for word; and where nothing else is left, it goes on.
+    (`RUTS`) may only close what goes on and on: the string it is in, or the array or object around it, or all of them
+    where each holds the next. Where the schema has not let it for a whole turn, it may not go on word for word; and
+    where nothing else is left, it goes on.
     """
 
     __slots__ = (
-        *("_exponent", "_is_escaped", "_is_string", "_matcher", "_num_digits", "_num_in_string", "_recent"),
-        "_tokens",
+        *("_depth", "_exponent", "_is_escaped", "_is_string", "_matcher", "_num_digits", "_num_in_string", "_recent"),
+        *("_tokens", "_wanted_depth"),
     )
 
     def __init__(self, matcher: Matcher, tokens: JsonTokens) -> None:
@@ -78,6 +79,8 @@ class EndingJson:
     def _begin(self) -> None:
         self._is_string = self._is_escaped = False
         self._num_in_string = 0  # bytes of it
+        self._depth = 0  # of arrays and objects
+        self._wanted_depth: int | None = None  # that to which all is to be closed
         self._num_digits = 0  # in a row, up to now
         self._exponent: int | None = None  # how many digits it has, while we are in one
         self._recent = bytearray()
@@ -92,21 +95,33 @@ class EndingJson:
     def _narrowed(self, mask: bytes) -> bytes:
         endless = 0 if self._is_string else self._endless_numbers()
         piece = b"" if self._is_escaped else self._rut()
-        if not endless and not piece:
+        if not endless and not piece and self._wanted_depth is None:
             return mask
         allowed = int.from_bytes(mask, "little")
         kept = allowed & ~endless or allowed
-        return (self._out_of(piece, kept) if piece else kept).to_bytes(len(mask), "little")
+        if piece and self._is_string and self._num_in_string >= len(piece):
+            kept = kept & self._tokens.quotes or self._other(piece, kept)
+        elif piece or self._wanted_depth is not None:
+            kept = self._closing(piece, kept)
+        return kept.to_bytes(len(mask), "little")
 
-    def _out_of(self, piece: bytes, allowed: int) -> int:
-        """Of the tokens that are allowed, those that lead out of a rut."""
+    def _closing(self, piece: bytes, allowed: int) -> int:
+        """The tokens that close an array or object, or lead to a place where that is possible."""
         tokens = self._tokens
-        is_around = self._is_string and self._num_in_string < len(piece)  # around this string: its end is to come
-        closing = 0 if is_around else allowed & (tokens.quotes if self._is_string else tokens.brackets)
-        if closing:
+        if not self._is_string and (closing := allowed & tokens.brackets):
+            opened = sum(map(piece.count, (b"[", b"{"))) - sum(map(piece.count, (b"]", b"}")))
+            if opened > 0:  # each holds the next
+                self._wanted_depth = self._depth - opened * (_rut_bytes(piece) // len(piece))
             return closing
         kept = allowed & ~tokens.leaps or allowed
-        return kept if is_around or not self._has_turned(piece) else kept & ~tokens.prefixes(piece) or kept
+        return self._other(piece, kept) if piece and not self._is_string else kept
+
+    def _other(self, piece: bytes, allowed: int) -> int:
+        """The tokens that do not go on word for word, once the piece came another time since the rut was one."""
+        length, period = _rut_bytes(piece) + len(piece), len(piece)
+        recent = self._recent[-length:]
+        has_turned = len(recent) == length and recent[period:] == recent[:-period]
+        return allowed & ~self._tokens.prefixes(piece) or allowed if has_turned else allowed
 
     def consume(self, token: int) -> bool:
         data = self._tokens.tokens[token]
@@ -120,7 +135,10 @@ class EndingJson:
                 self._is_string = not is_end
             else:
                 self._read_number(byte)
+                self._depth += (byte in b"[{") - (byte in b"]}")
                 self._is_string, self._num_in_string = byte == _QUOTE, 0
+        if self._wanted_depth is not None and self._depth <= self._wanted_depth:
+            self._wanted_depth = None
         return self._matcher.consume(token)
 
     def _read_number(self, byte: int) -> None:
@@ -154,12 +172,9 @@ class EndingJson:
                 return bytes(recent[-period:])
         return b""
 
-    def _has_turned(self, piece: bytes) -> bool:
-        """Whether the piece came once more since the rut was one."""
-        period = len(piece)
-        length = next(length for length, longest in RUTS if period <= longest) + period
-        recent = self._recent[-length:]
-        return len(recent) == length and recent[period:] == recent[:-period]
+
+def _rut_bytes(piece: bytes) -> int:
+    return next(length for length, longest in RUTS if len(piece) <= longest)
 
 
 class EndingJsonInText(EndingJson):

@@ -99,6 +99,20 @@ def test_where_it_cannot_be_closed_yet_nothing_leaps_over_the_place() -> None:
     assert LONG["7,"] not in inside
 
 
+def test_what_holds_itself_over_and_over_is_closed_all_the_way() -> None:
+    brackets = {ord("]"), ord("}"), LONG["]]"]}
+    matcher = EndingJson(Fixed(lambda: EVERYTHING), JsonTokens(TOKENS))
+    for byte in ('{"a": 1, ' + '"children": [{' * 20).encode():
+        matcher.mask()
+        matcher.consume(byte)
+    num_closed = 0
+    while (mask := int.from_bytes(matcher.mask(), "little")) & 1 << ord("a") == 0:
+        assert {token for token in range(len(TOKENS)) if mask >> token & 1} == brackets
+        matcher.consume(b"}]"[num_closed % 2])
+        num_closed += 1
+    assert 256 // 14 * 2 - 2 <= num_closed <= 40
+
+
 def test_json_in_text_begins_where_no_line_may_end() -> None:
     is_text = True
     matcher = EndingJsonInText(Fixed(lambda: EVERYTHING if is_text else EVERYTHING & ~(1 << 10)), JsonTokens(TOKENS))
