@@ -196,9 +196,7 @@ class _Compiler:
         try:
             import llguidance
         except ModuleNotFoundError as error:
-            raise MissingExtra(
-                f"grammar: structured answers need {error.name}: pip install 'quire[native]'", name=error.name
-            ) from error
+            raise MissingExtra.of("grammar: a structured answer", error.name) from error
         if not eos_token_ids:
             raise InvalidRequest("grammar: this model has no end-of-text token, so no answer could end")
         vocabulary = Vocabulary(

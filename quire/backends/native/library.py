@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvalidRequest, InvariantViolation, QuireError
+from quire.errors import InvalidRequest, InvariantViolation, QuireError, install_command
 
-ABI = 3
+ABI = 4
 GROUP = 32  # inputs of a matrix that share a scale
 MAX_THREADS = 256
 
@@ -120,7 +120,7 @@ def load_library() -> ctypes.CDLL:
     except OSError as error:
         raise NativeUnavailable(
             f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire builds it, with gcc"
-            " or clang; a wheel brings it built. The torch backend runs without: pip install 'quire[torch]'"
+            f" or clang; a wheel brings it built. The torch backend runs without: {install_command('torch')}"
         ) from None
     _declare(library)
     if (abi := library.quire_abi()) != ABI:

@@ -14,7 +14,7 @@ from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
 from quire.backends.torch.runner import TorchRunner
-from quire.errors import InvalidRequest, UnsupportedModel
+from quire.errors import InvalidRequest, UnsupportedModel, install_command
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.spec import ModelSpec
 
@@ -62,7 +62,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    log.warning("Triton is not installed: this GPU runs the plain path, many times slower. pip install triton")
+    log.warning("No Triton: this GPU runs the plain path, many times slower. %s", install_command("triton"))
     return False
 
 
