@@ -304,7 +304,7 @@ def test_without_llguidance_a_grammar_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     made = Grammars(lambda: (tokenizer, (2,)), tokenizer.vocab_size)
-    with pytest.raises(ImportError, match="a structured answer needs llguidance, .* -m pip install llguidance"):
+    with pytest.raises(ImportError, match=r"a structured answer needs llguidance, .* -m pip install llguidance"):
         made.compile(regex_grammar("a"))
     made.close()
 
