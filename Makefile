@@ -12,7 +12,8 @@ PORT   ?= 8000
 ARGS   ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
-JOBS   ?= auto
+# One more than there are cores: some tests wait for servers most of the time.
+JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 

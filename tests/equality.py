@@ -73,11 +73,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def answer_alone(rig: Rig, prompts: Sequence[tuple[int, ...]], tell: Callable[[str], None]) -> list[Alone]:
+def answer_alone(
+    rig: Rig, prompts: Sequence[tuple[int, ...]], tell: Callable[[str], None], num_tokens: int = NUM_TOKENS
+) -> list[Alone]:
     found = []
     for number, prompt in enumerate(prompts):
         rig.reset(is_caching=False)
-        answer = rig.answer(prompt, NUM_TOKENS, logprobs=2)
+        answer = rig.answer(prompt, num_tokens, logprobs=2)
         gaps = tuple(float(row.nan_to_num(nan=-1e9).topk(2).values.diff().abs()) for row in answer.rows)
         found.append(Alone(prompt, tuple(answer.tokens), gaps))
         tell(f"alone {number + 1}/{len(prompts)}")
@@ -106,7 +108,7 @@ def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bo
 
     def start(some: Sequence[Alone], priority: Priority) -> None:
         for one in some:
-            request_id = rig.start(one.prompt, NUM_TOKENS, priority=priority, logprobs=None)
+            request_id = rig.start(one.prompt, len(one.tokens), priority=priority, logprobs=None)
             ids[request_id], answers[request_id] = one, Answer()
             request = rig.engine.scheduler.get(request_id)
             assert request is not None

@@ -21,7 +21,7 @@ from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 
 BOUND = 5e-4  # of log-probabilities, over thirty layers in fp32
-NUM_PROMPTS = 5  # `make equality` asks 300
+NUM_PROMPTS, NUM_TOKENS = 5, 12  # `make equality` asks 300, and for 24
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: 
 
 @pytest.fixture(scope="module")
 def alone(rig: Rig, text: ModelText) -> list[Any]:
-    return answer_alone(rig, make_prompts(text, NUM_PROMPTS), lambda _: None)
+    return answer_alone(rig, make_prompts(text, NUM_PROMPTS), lambda _: None, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)

@@ -95,6 +95,7 @@ class _Main:
         self._on_ready = on_ready
         self._on_loading = on_loading
         self._started_s = started_s
+        self._is_draining = False  # whoever still waits for a load is told so: no failure of ours
 
     async def serve(self, sockets: list[socket.socket]) -> None:
         config = self._config
@@ -112,10 +113,11 @@ class _Main:
         starting = asyncio.create_task(self._start())
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done() and starting.exception() is not None and not serving.done():
+            has_failed = starting.done() and starting.exception() is not None and not self._is_draining
+            if has_failed and not serving.done():
                 server.stop()  # the first one could not be loaded
             await serving
-            if starting.done():
+            if has_failed:
                 starting.result()
         finally:
             starting.cancel()
@@ -150,6 +152,7 @@ class _Main:
         await models.preload()
 
     async def _drain(self) -> None:
+        self._is_draining = True
         models = self._models
         if models.num_open:
             text = "finishing %d request(s), %g s at most; a second signal ends them at once"

@@ -51,7 +51,7 @@ def test_half_a_million_events(capsys: pytest.CaptureFixture[str]) -> None:
     worlds = 0
     batch = 100
     while counts["events"] < NUM_EVENTS:
-        for outcome in run_worlds(seeds[worlds : worlds + batch], jobs=min(2, os.cpu_count() or 1)):
+        for outcome in run_worlds(seeds[worlds : worlds + batch], jobs=min(2, os.cpu_count() or 1), is_quick=True):
             if isinstance(outcome, Failure):
                 pytest.fail(str(outcome), pytrace=False)
             counts.update(outcome)

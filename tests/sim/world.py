@@ -1,7 +1,7 @@
 """A small world around the scheduler, made from one seed: arrivals, cancels, pins, clock jumps, tiny pools.
 
-After every event it checks the core's own laws (`check_scheduler`) and, from its own books, everything a client could
-notice: tokens, order, age, budgets, whose cache was read. An event is one API call, or one schedule and commit.
+After every event it checks, from its own books, everything a client could notice: tokens, order, age, budgets, whose
+cache was read; and the core's own laws (`check_scheduler`). An event is one API call, or one schedule and commit.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class Setup:
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, check_every: int = 1) -> None:
+        """`check_every`: events from one look at the core's laws to the next."""
+        self.check_every = check_every
         self.random = Random(seed)
         self.setup = setup = Setup.draw(self.random)
         self.policy: Policy = Fcfs() if setup.patience_s is None else Aging(setup.patience_s)
@@ -191,6 +193,7 @@ class World:
             self._event(self._step)
             if self.num_events > limit:
                 raise WorldFailure(f"no end in sight: {[book.request for book in self.books.values()]}")
+        check_scheduler(self.scheduler, self._roots)
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
         self._require(not self.books, "requests were forgotten")
@@ -203,6 +206,8 @@ class World:
     def _event(self, verb: Callable[[], None]) -> None:
         verb()
         self.num_events += 1
+        if self.num_events % self.check_every:
+            return
         check_scheduler(self.scheduler, self._roots)
         self._check_memory()
         half = (self.setup.num_blocks - 1) // 2

@@ -114,8 +114,9 @@ class Rig:
 
     def _dense(self, entry: TokenLogprobs) -> Tensor:
         row = torch.full((self.vocab_size,), float("nan"))
-        for token, logprob in entry.top:
-            row[token] = logprob
+        if entry.top:
+            tokens, logprobs = zip(*entry.top, strict=True)
+            row[torch.tensor(tokens)] = torch.tensor(logprobs)
         return row
 
 
