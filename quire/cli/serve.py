@@ -74,9 +74,9 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         if isinstance(value, bool) and name not in flags:
             raise InvalidRequest(f"--config {str(path)!r}: {name} = {value} is not a value but yes or no")
     repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
-    for name in repeatable & values.keys():
-        if isinstance(values[name], str):
-            values[name] = [values[name]]
+    for name, value in values.items():
+        if name in repeatable and isinstance(value, str):
+            values[name] = [value]
     if isinstance(values.get("model"), str):
         values["model"] = [values["model"]]
     context.default_map = {**(context.default_map or {}), **values}
