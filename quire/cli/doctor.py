@@ -234,7 +234,7 @@ def _gpu_problems(packages: dict[str, str | None], torch: dict[str, Any]) -> Ite
         what = "there is an NVIDIA GPU, and PyTorch, which computes on it, is not installed"
         yield Problem(what, install_command("torch"), False)
     elif torch["works"] and torch["cuda"] is None:
-        how = f"{install_command('--force-reinstall torch')}   # the one of pypi.org has CUDA on Linux"
+        how = f"{install_command('--force-reinstall torch')}   # the usual one has CUDA on Linux"
         yield Problem("there is an NVIDIA GPU, and this PyTorch is built without CUDA", how, False)
     elif torch["works"]:
         how = "nvidia-smi   # says what is wrong with the driver; CUDA_VISIBLE_DEVICES may hide the GPU"

@@ -22,7 +22,7 @@ from tests.server.rig import FAKE, Server, events, serving, status_of
 
 LIMIT_S = 15.0  # for one refusal, on a machine that does much else
 MAX_ERROR_BYTES = 4096
-STREAM_TOKENS = 800
+STREAM_TOKENS = 500
 STREAM = {
     "messages": [{"role": "user", "content": "Tell me everything."}],
     "max_tokens": STREAM_TOKENS,
