@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from quire.weights.checkpoint import TensorType
 from tests.backends.native.matrices import floats
@@ -18,6 +15,8 @@ from tests.backends.torch.families import Reference
 
 
 def _half_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
     return eager_attention_forward(module, query, key.half().float(), value.half().float(), *rest, **named)
 
 
@@ -25,6 +24,9 @@ class RoundedReference(Reference):
     """The file holds the weights as they were made; the judge holds what packing leaves of them."""
 
     def __init__(self, name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface  # here: it takes seconds
+        from transformers.masking_utils import eager_mask
+
         super().__init__(name, folder, seed, **changes)
         for parameter in self.model.parameters():
             if parameter.dim() == 2:
