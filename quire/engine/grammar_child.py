@@ -43,7 +43,10 @@ class Trial:
         tokens = [base64.b85decode(token) for token in order["tokens"]]
         words = Words(tokens, order["eos_token_ids"], order["special_token_ids"])
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(words), n_vocab=len(tokens), eos_token=order["eos_token_ids"]
+            llguidance.TokenizerWrapper(words),
+            n_vocab=len(tokens),
+            eos_token=order["eos_token_ids"],
+            slices=order["slices"],
         )
         self._limits = llguidance.LLParserLimits(**order["limits"])
         self._max_cpu_s: float = order["max_cpu_s"]

@@ -27,6 +27,7 @@ class Vocabulary:
     tokens: Sequence[bytes]  # as many as the model has logits; b"": not to be sampled
     eos_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
+    slices: tuple[str, ...] = ()  # regexes: tokens that a grammar often allows or forbids together
 
 
 class GrammarTrial:
@@ -74,6 +75,7 @@ class GrammarTrial:
             "tokens": [base64.b85encode(token).decode() for token in self._vocabulary.tokens],
             "eos_token_ids": self._vocabulary.eos_token_ids,
             "special_token_ids": self._vocabulary.special_token_ids,
+            "slices": self._vocabulary.slices,
             "limits": self._limits,
             "max_cpu_s": COMPILE_LIMIT_S,
         }

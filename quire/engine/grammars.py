@@ -34,6 +34,16 @@ LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,  # one to two kB each
     "verbose_errors": False,  # they would hold the answer so far
 }
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'  # what a JSON string may hold as it is
+# What a grammar allows or forbids as a whole is not walked through token by token. llguidance's own slices know of
+# strings alone; these also of short rests of a string with a maxLength, and of names in addresses and patterns.
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    r"[a-z0-9]{1,10}",
+    *(rf"[a-zA-Z0-9]{{1,{length}}}" for length in (3, 6, 10)),
+    *(rf"{_IN_STRING}{{1,{length}}}" for length in (3, 6, 10, 15, 30)),
+    rf"{_IN_STRING}+",
+)
 
 
 class Grammars:
@@ -203,6 +213,7 @@ class _Compiler:
             tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
             eos_token_ids=eos_token_ids,
             special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
+            slices=SLICES,
         )
         self._library = llguidance
         self._words = Words(tokenizer, vocabulary)
@@ -210,6 +221,7 @@ class _Compiler:
             llguidance.TokenizerWrapper(self._words),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
+            slices=list(SLICES),
         )
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._trial = GrammarTrial(vocabulary, LIMITS)

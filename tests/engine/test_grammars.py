@@ -69,6 +69,32 @@ def allowed(mask: bytes) -> set[int]:
     return {8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1}
 
 
+SLICED = (
+    ({"type": "string", "maxLength": 12}, '"a cat, \\"Zoë\\""'),
+    ({"type": "string", "minLength": 3, "maxLength": 40}, '"The quick brown fox jumps"'),
+    ({"type": "string", "format": "email"}, '"john.smith42@mail.example.com"'),
+    ({"type": "string", "format": "uri"}, '"https://example.com/a?b=c"'),
+    ({"type": "string", "pattern": "^[a-z0-9-]{3,20}$"}, '"a-slug-of-2026"'),
+    ({"type": "array", "items": {"enum": ["new", "newer", "Old"]}}, '["new", "Old", "newer"]'),
+    ({"type": "number", "minimum": -1, "maximum": 10}, "9.75"),
+)
+
+
+def test_slices_change_no_mask(default_model: Path) -> None:
+    """They are there for speed: at every token of an answer, what is allowed is what would be without them."""
+    tokenizer, eos_token_ids = grammars_module._open_tokenizer(default_model, "auto")
+    compiler = grammars_module._Compiler(tokenizer, eos_token_ids, tokenizer.vocab_size)
+    tokenizers = (compiler._tokenizer, compiler._tokenizer.with_slices([]))
+    for schema, text in SLICED:
+        source = compiler._translate(json_schema_grammar(schema))
+        sliced, plain = (compiler._library.LLMatcher(one, source, log_level=0) for one in tokenizers)
+        for token in (*tokenizer.encode_plain(text, at_start=False), eos_token_ids[0]):
+            assert sliced.compute_bitmask() == plain.compute_bitmask()
+            assert sliced.consume_token(token), text
+            assert plain.consume_token(token)
+        assert sliced.is_stopped()
+
+
 def follows(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     """Whether the text is a whole answer: every token allowed in its place, and end-of-text after the last."""
     matcher = grammars.compile(grammar).matcher()
