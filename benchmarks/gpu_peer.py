@@ -19,9 +19,7 @@ def run_peer(scale: Scale, workload: Workload, warm_up: Workload) -> float:
     config = Qwen3Config(**{key: value for key, value in shape.items() if key not in ("architectures", "dtype")})
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.eval()
     try:
         _generate(model, scale, warm_up)
@@ -40,9 +38,7 @@ def _generate(model: Any, scale: Scale, workload: Workload) -> int:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     length = workload.samplings[0].max_tokens
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    settings = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32) if scale.is_quick else None
     results = model.generate_batch(workload.prompts, generation_config=settings, continuous_batching_config=small)
     num_tokens = sum(len(one.generated_tokens) for one in results.values())

@@ -58,7 +58,7 @@ def reference(default_model: Path) -> Any:
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
     weights = {name: torch.from_numpy(to_float32(checkpoint.read(name))) for name in expected_tensors(spec)}
     missing = model.load_state_dict(weights, strict=False, assign=True)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent, TextBlock, Usage
+from anthropic.types import Message, TextBlock, Usage
 
 from quire.weights.hub import DEFAULT_MODEL
 from tests.server.rig import Server, serving
@@ -66,17 +66,17 @@ def ask(client: Anthropic, **options: Any) -> Message:
 
 def count(client: Anthropic, **options: Any) -> int:
     asked: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [ASKED], **options}
-    return client.messages.count_tokens(**asked).input_tokens
+    return int(client.messages.count_tokens(**asked).input_tokens)
 
 
 def text_of(message: Message) -> str:
     (block,) = message.content
     assert isinstance(block, TextBlock)
-    return block.text
+    return str(block.text)
 
 
 def prompt_tokens(usage: Usage) -> int:
-    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return sum((usage.input_tokens, usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0))
 
 
 def marked(text: str, ttl: str | None = None) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_the_stream_helper(client: Anthropic) -> None:
 
 def test_events_come_in_order(client: Anthropic) -> None:
     with client.messages.create(stream=True, **given()) as stream:
-        events = cast("list[RawMessageStreamEvent]", list(stream))
+        events = list(stream)
     kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]

@@ -84,7 +84,7 @@ def cached(answer: ChatCompletion) -> int:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens is not None
-    return answer.usage.prompt_tokens_details.cached_tokens
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
 # Answers

@@ -264,7 +264,8 @@ def test_a_named_tool_with_anthropics_client(claude: Anthropic) -> None:
 
 def test_counting_counts_tools(claude: Anthropic) -> None:
     def count(**options: Any) -> int:
-        return claude.messages.count_tokens(model=DEFAULT_MODEL, messages=[QUESTION], **options).input_tokens
+        counted = claude.messages.count_tokens(model=DEFAULT_MODEL, messages=[QUESTION], **options)
+        return int(counted.input_tokens)
 
     assert count(tools=CLAUDE_TOOLS) > count(tools=CLAUDE_TOOLS[:1]) > count()
     message = claude.messages.create(model=DEFAULT_MODEL, max_tokens=1, messages=[QUESTION], tools=CLAUDE_TOOLS)

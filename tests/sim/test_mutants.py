@@ -20,14 +20,15 @@ TESTS_FAILED = 1  # pytest's exit code
 
 
 def copy_of_quire(folder: Path, mutant: Mutant | None) -> Path:
-    """The package and its tests, with the edits of a mutant. What is compiled of them goes along."""
+    """The package and its tests, with the edits of a mutant. Folders are its own, other files are links."""
     for name in ("quire", "tests"):
-        shutil.copytree(ROOT / name, folder / name)
+        shutil.copytree(ROOT / name, folder / name, copy_function=os.symlink)
     shutil.copy(ROOT / "pyproject.toml", folder)
     for edit in mutant.edits if mutant else ():
         path = folder / "quire" / edit.file
         source = path.read_text()
         assert source.count(edit.old) == 1, f"{edit.old!r} is not in {edit.file} once: the mutant is stale"
+        path.unlink()
         path.write_text(source.replace(edit.old, edit.new))
         compile(path.read_text(), path, "exec")
     return folder

@@ -105,7 +105,7 @@ class Reference:
         for field, value in changes.items():
             setattr(config, field, value)
         config._attn_implementation = "eager"
-        self.model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        self.model: Any = AutoModelForCausalLM.from_config(config)
         self.model.eval().float()
         for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
