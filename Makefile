@@ -17,7 +17,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint format sim equality precision structured bench sanitize clients clean
+.PHONY: help install serve test lint style format sim equality precision structured bench sanitize clients clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -54,13 +54,15 @@ $(RUNTIME): $(SOURCES)
 serve: $(RUNTIME)  ## from nothing to a server with the default model and its first answer: PORT=8000 ARGS=...
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
 
-test: lint      ## everything CI runs: ruff, mypy, layers, pytest with the simulator
+test: style     ## everything CI runs: ruff, layers, pytest with mypy among its tests and the simulator
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+lint: style     ## ruff, mypy --strict, import-linter
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(STAMP)  ## let ruff rewrite the code

@@ -11,6 +11,7 @@ from tests.sim.runs import Failure, report, run_world, run_worlds
 from tests.sim.world import World
 
 NUM_EVENTS = 500_000
+NUM_WORLDS = 640  # enough for that many
 
 # How often each rare thing must have happened in a run of that size. About half of what seed 0 onwards gives, so a
 # change that makes a situation disappear from the worlds is noticed.
@@ -47,17 +48,13 @@ MINIMA = {
 @pytest.mark.timeout(1800)
 def test_half_a_million_events(capsys: pytest.CaptureFixture[str]) -> None:
     counts: Counter[str] = Counter()
-    seeds = range(10**6)
-    worlds = 0
-    batch = 100
-    while counts["events"] < NUM_EVENTS:
-        for outcome in run_worlds(seeds[worlds : worlds + batch], jobs=min(2, os.cpu_count() or 1), is_quick=True):
-            if isinstance(outcome, Failure):
-                pytest.fail(str(outcome), pytrace=False)
-            counts.update(outcome)
-        worlds += batch
+    for outcome in run_worlds(range(NUM_WORLDS), jobs=min(2, os.cpu_count() or 1), is_quick=True):
+        if isinstance(outcome, Failure):
+            pytest.fail(str(outcome), pytrace=False)
+        counts.update(outcome)
     with capsys.disabled():
-        print(f"\n{worlds} worlds, no failure\n{report(counts)}")
+        print(f"\n{NUM_WORLDS} worlds, no failure\n{report(counts)}")
+    assert counts["events"] >= NUM_EVENTS
     rare = {name: (counts[name], least) for name, least in MINIMA.items() if counts[name] < least}
     assert not rare, f"(happened, at least) {rare}"
 
