@@ -19,10 +19,11 @@ class Mutant:
     name: str
     edits: tuple[Edit, ...]
     found_by: str = WORLDS
+    first_world: int = 0  # from which on to look: the worlds before are known to notice nothing
 
 
-def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS) -> Mutant:
-    return Mutant(name, (Edit(file, old, new),), found_by)
+def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *, first_world: int = 0) -> Mutant:
+    return Mutant(name, (Edit(file, old, new),), found_by, first_world)
 
 
 MUTANTS = (
@@ -239,6 +240,7 @@ MUTANTS = (
         "core/planner.py",
         "                    return True\n        return False\n\n    def _note_pending",
         "                    return False\n        return False\n\n    def _note_pending",
+        first_world=20,
     ),
     _mutant("pins never expire", "core/scheduler.py", "        self.cache.pins.expire(now_ns)\n", ""),
     _mutant(
@@ -259,6 +261,7 @@ MUTANTS = (
         "core/planner.py",
         "holders[block] == blocks[block].ref_count and block not in kept",
         "holders[block] <= blocks[block].ref_count and block not in kept",
+        first_world=27,
     ),
     _mutant(
         "a hit counted as freed",
@@ -267,7 +270,7 @@ MUTANTS = (
         ".ref_count",
         "tests/core/test_scheduler.py",
     ),
-    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", ""),
+    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", "", first_world=46),
     _mutant(
         "decode sits out while its input is in flight",
         "core/planner.py",
@@ -300,6 +303,7 @@ MUTANTS = (
         "core/planner.py",
         "            while prefills and prefills[-1][0] < key:\n",
         "            while False:\n",
+        first_world=20,
     ),
     _mutant(
         "twins remembered twice",
@@ -312,6 +316,7 @@ MUTANTS = (
         "core/planner.py",
         "prefills = [(self._key(r), r)",
         "prefills = [((self._policy.key(r) + step.now_ns - r.enqueued_ns, r.sequence), r)",
+        first_world=20,
     ),
     _mutant(
         "pins hold the end",
