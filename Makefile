@@ -36,8 +36,9 @@ define install
 		echo "quire needs a C compiler: install gcc or clang"; exit 1
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' \
 		$(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly)))
+	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/ $(VENV)/lib || true  # as pip would, on all cores
 endef
 
 $(STAMP): EXTRAS := dev
