@@ -38,7 +38,7 @@ define install
 		$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' \
 		$(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly)))
-	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/ $(VENV)/lib || true  # as pip would, on all cores
+	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ $(VENV)/lib || true  # as pip would, on all cores
 endef
 
 $(STAMP): EXTRAS := dev
