@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.text.tokenizer import Tokenizer
@@ -33,12 +36,22 @@ def default_gguf_path(default_model: Path) -> Path:
     return default_model
 
 
+@contextmanager
+def plain_arrays() -> Iterator[None]:
+    """The reader of the gguf package cuts a mapped file into 200,000 pieces, which takes numpy's memmap seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        mapped = np.memmap
+        patch.setattr(np, "memmap", lambda *args, **options: np.asarray(mapped(*args, **options)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def default_gguf(default_gguf_path: Path) -> dict[str, Any]:
     """The tokenizer.* metadata of the default model."""
     import gguf
 
-    fields = gguf.GGUFReader(default_gguf_path).fields
+    with plain_arrays():
+        fields = gguf.GGUFReader(default_gguf_path).fields
     return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
 
 
@@ -48,7 +61,8 @@ def their_tokenizer(default_gguf_path: Path) -> Any:
     pytest.importorskip("gguf")
     transformers = pytest.importorskip("transformers")
     cuts = pytest.importorskip("tokenizers").pre_tokenizers
-    theirs = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
+    with plain_arrays():
+        theirs = transformers.AutoTokenizer.from_pretrained(default_gguf_path.parent, gguf_file=default_gguf_path.name)
     # Its reader of GGUF forgets that this model writes every digit by itself.
     theirs.backend_tokenizer.pre_tokenizer = cuts.Sequence([cuts.Digits(True), cuts.ByteLevel(add_prefix_space=False)])
     return theirs
