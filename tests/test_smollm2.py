@@ -21,7 +21,7 @@ from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 
 BOUND = 5e-4  # of log-probabilities, over thirty layers in fp32
-NUM_PROMPTS, NUM_TOKENS = 5, 12  # `make equality` asks 300, and for 24
+NUM_PROMPTS, NUM_TOKENS = 5, 8  # `make equality` asks 300, and for 24
 
 
 @pytest.fixture(scope="module")
