@@ -33,6 +33,8 @@ class JsonTokens:
         self._breaks = [token_id for token_id, token in enumerate(tokens) if token == b"\n"]
         self.digits = self._find(lambda token: token[:1].isdigit())
         self.quotes = self._find(lambda token: token.startswith(b'"'))
+        self.ats = self._find(lambda token: token.startswith(b"@"))
+        self.spaces = self._find(lambda token: token.startswith(b" "))
         self.brackets = self._find(lambda token: bool(token) and not token.strip(b"]}"))  # no more: `},` would go on
         self.leaps = self._find(lambda token: _LEAP.match(token) is not None)
         self.long_exponents = self._find(lambda token: _LONG_EXPONENT.match(token) is not None)
@@ -62,8 +64,8 @@ class EndingJson:
 
     A number has at most `MAX_DIGITS` in a row where it may end, and is finite. An answer that has run into a rut
     (`RUTS`) may only close what goes on and on: the string it is in, or the array or object around it, or all of them
-    where each holds the next. Where the schema has not let it for a whole turn, it may not go on word for word; and
-    where nothing else is left, it goes on.
+    where each holds the next; the name in an e-mail address ends with its @. Where the schema has not let it for a whole
+    turn, it may not go on word for word; and where nothing else is left, it goes on.
     """
 
     __slots__ = (
@@ -100,10 +102,14 @@ class EndingJson:
         allowed = int.from_bytes(mask, "little")
         kept = allowed & ~endless or allowed
         if piece and self._is_string and self._num_in_string >= len(piece):
-            kept = kept & self._tokens.quotes or self._other(piece, kept)
+            kept = kept & self._tokens.quotes or self._at_last(kept) or self._other(piece, kept)
         elif piece or self._wanted_depth is not None:
             kept = self._closing(piece, kept)
         return kept.to_bytes(len(mask), "little")
+
+    def _at_last(self, allowed: int) -> int:
+        """The tokens that lead out of the name in an e-mail address, which may hold all but a space: none elsewhere."""
+        return 0 if allowed & self._tokens.spaces else allowed & self._tokens.ats
 
     def _closing(self, piece: bytes, allowed: int) -> int:
         """The tokens that close an array or object, or lead to a place where that is possible."""

@@ -143,6 +143,15 @@ def test_what_is_not_the_same_over_and_over_is_no_rut() -> None:
     assert not is_narrowed('["' + ("x" * 60 + "y" * 10) * 9)  # a piece of seventy bytes
 
 
+def test_the_name_in_an_address_ends_with_its_at() -> None:
+    rut = '["' + "-12" * 60
+    of_names = sum(1 << byte for byte in b"abc123-.@")
+    assert after(rut, of_names) == {ord("@")}
+    assert after(rut, of_names | 1 << ord('"')) == {ord('"')}
+    assert after(rut, of_names | 1 << ord(" ")) >= set(b"abc@ ")  # a string that is not yet long enough
+    assert after('["ann-12', of_names) == set(b"abc123-.@")
+
+
 def test_an_escaped_quote_is_not_an_end() -> None:
     assert after('["' + '\\"' * 150) == {ord('"'), LONG['"}']}
     assert ord("n") in after('["' + '\\"' * 150 + "\\")
