@@ -64,8 +64,8 @@ class EndingJson:
 
     A number has at most `MAX_DIGITS` in a row where it may end, and is finite. An answer that has run into a rut
     (`RUTS`) may only close what goes on and on: the string it is in, or the array or object around it, or all of them
-    where each holds the next; the name in an e-mail address ends with its @. Where the schema has not let it for a whole
-    turn, it may not go on word for word; and where nothing else is left, it goes on.
+    where each holds the next; the name in an e-mail address ends with its @. Where the schema has not let it for a
+    whole turn, it may not go on word for word; and where nothing else is left, it goes on.
     """
 
     __slots__ = (
