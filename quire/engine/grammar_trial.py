@@ -27,7 +27,7 @@ class Vocabulary:
     tokens: Sequence[bytes]  # as many as the model has logits; b"": not to be sampled
     eos_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
-    slices: tuple[str, ...] = ()  # regexes: tokens that a grammar often allows or forbids together
+    slices: tuple[str, ...]  # regexes: tokens that a grammar often allows or forbids together
 
 
 class GrammarTrial:

@@ -221,7 +221,7 @@ class _Compiler:
             llguidance.TokenizerWrapper(self._words),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
-            slices=list(SLICES),
+            slices=list(vocabulary.slices),
         )
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._trial = GrammarTrial(vocabulary, LIMITS)

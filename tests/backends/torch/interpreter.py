@@ -1,4 +1,4 @@
-"""Triton's interpreter makes the same types anew for every operation. Here they are made once: a third of its time."""
+"""Triton's interpreter makes the same types anew for every operation. Made once, a quarter of its time is saved."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def faster_interpreter() -> Iterator[None]:
     interpreter._get_np_dtype = _remembering_dtypes(interpreter._get_np_dtype)
     block_type.__init__ = _remembering_blocks(block_type.__init__)
     tensor.__init__ = _init_tensor
-    yield
-    interpreter._patch_lang, interpreter._get_np_dtype, block_type.__init__, tensor.__init__ = before
-    scope.restore()
+    try:
+        yield
+    finally:
+        interpreter._patch_lang, interpreter._get_np_dtype, block_type.__init__, tensor.__init__ = before
+        scope.restore()
 
 
 def _remembering_dtypes(find: Any) -> Any:
