@@ -49,7 +49,7 @@ class Scheduler:
         self._observe = observe
         self._requests: dict[int, Request] = {}  # alive, by id
         self._running = RunningSet(max_seqs, cache)
-        self._waiting = WaitingQueue(policy, max_waiting)
+        self._waiting = WaitingQueue(policy.make_lane, max_waiting)
         self._planner = Planner(
             cache,
             policy,
@@ -118,6 +118,7 @@ class Scheduler:
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
         self._requests[request.request_id] = request
         self.cache.prepare(request)
+        self.policy.ledger.arrive(request)
         self._waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 

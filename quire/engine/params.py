@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from quire.core.request import Priority, SamplingParams, check_salt, check_tokens
+from quire.core.request import Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar
 from quire.text.stop_strings import StopStrings
@@ -144,6 +144,7 @@ class GenerationRequest:
     shown_special: frozenset[int] = frozenset()  # control tokens that stay in the text: whoever reads it needs them
     priority: Priority = Priority.NORMAL
     salt: str = ""
+    tenant: str = ""  # who asks: tenants of one tier share it fairly
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
 
@@ -153,6 +154,7 @@ class GenerationRequest:
             raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
         check_tokens("prompt", self.prompt)
         check_salt(self.salt)
+        check_tenant(self.tenant)
         _check_samples(self.n)
         if not isinstance(self.priority, Priority):
             raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")

@@ -273,6 +273,7 @@ class Worker:
                     message.sampling.sample(index),
                     priority=message.priority,
                     salt=message.salt,
+                    tenant=message.tenant,
                     parent_id=message.request_ids[0] if index else None,
                     pins=() if index else message.pins,
                     matcher=None if compiled is None else compiled.matcher(),

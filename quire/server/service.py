@@ -217,7 +217,7 @@ class Service:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
             raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
         chat = prompt if isinstance(prompt, ChatRequest) else None
-        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, chat=chat)
+        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]
