@@ -19,6 +19,7 @@ from typing import Any
 
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
+from quire.core.request import Priority
 from quire.engine.client import EngineClient
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
@@ -34,6 +35,7 @@ from quire.errors import (
     TemplateError,
 )
 from quire.server.ask import Ask
+from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.limits import Door, Quotas, Reading
@@ -102,6 +104,10 @@ class Model:
     def is_pinned(self) -> bool:
         return self.seat.is_pinned
 
+    def priority_of(self, ask: Ask, key: Key) -> Priority:
+        """What the request asks for, or the model's, or the key's; never above what the key may have."""
+        return key.priority(self.config.priority if ask.priority is None else ask.priority)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for it to load."""
@@ -162,8 +168,8 @@ class Model:
             )
 
         shared = self._shared
-        names, limits, priority = self.names, shared.limits, config.priority
-        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas, priority)
+        names, limits = self.names, shared.limits
+        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas)
         self.metrics.forget_worker()
         await self._start(service)
         return self._take_facts(service.client.facts)
@@ -284,14 +290,14 @@ class Models:
 
     # Requests
 
-    def check_open(self) -> None:
-        """Before a body is read: whether anything could be taken now, whichever model it is for."""
+    def check_open(self, key: Key) -> None:
+        """Before a body is read: whether anything of this key could be taken now, whichever model it is for."""
         if self.is_draining:
             raise ending()
         refusals: list[ApiError] = []
         for model in self._models:
             try:
-                model.door.check()
+                model.door.check(key)
             except ApiError as error:
                 refusals.append(error)
         if len(refusals) == len(self._models):
@@ -302,8 +308,8 @@ class Models:
         if self.is_draining:
             raise ending()
         model = self.find(ask.model)
-        model.door.check()
-        ticket = model.door.enter(ask.params.n * len(ask.prompts))
+        priority = model.priority_of(ask, caller.key)
+        ticket = model.door.enter(ask.params.n * len(ask.prompts), priority, caller.key.name)
         began_s = time.monotonic()
         try:
             await self.hold(model)
