@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind, bound_times
+from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.tool_formats import ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
@@ -46,8 +46,7 @@ def answer_grammar(
         raise InvalidRequest(
             f"tools of {len(tools)} schemas make a grammar of {len(source)} characters, more than {MAX_SOURCE_CHARS}"
         )
-    has_json = words is None or words.kind is GrammarKind.JSON_SCHEMA
-    return Grammar(GrammarKind.LARK, source, has_json=has_json)
+    return Grammar(GrammarKind.LARK, source)
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
 
     What this allows, the tool's own schema allows too.
     """
-    schema = bound_times(_stripped(tool.parameters or NO_PARAMETERS))
+    schema = _stripped(tool.parameters or NO_PARAMETERS)
     if "allOf" not in json.dumps(schema):
         schema = _closed(schema)
     return {**schema, "type": "object", "x-guidance": _guidance(is_lenient=not tool.is_strict)}
@@ -163,7 +162,7 @@ def _embedded(grammar: Grammar) -> str:
     """As an expression of Lark."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = {**bound_times(json.loads(grammar.source)), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
+            schema = {**json.loads(grammar.source), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
             return f"%json {json.dumps(schema)}"
         case GrammarKind.REGEX:
             return f"/{_escaped_slashes(grammar.source)}/"

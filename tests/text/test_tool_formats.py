@@ -440,9 +440,6 @@ def test_a_shape_behind_a_thought(
         assert follows(grammar, before + bad) in ("no", "part")
     assert answer_grammar(IN_WORDS, (), AUTO, words, (THINK, Opening.CLOSED), control_id) is words
     assert answer_grammar(IN_WORDS, (), AUTO, None, (THINK, Opening.OPEN), control_id) is None
-    grammar = answer_grammar(IN_WORDS, (GET,), AUTO, words, None, control_id)
-    assert grammar is not None
-    assert grammar.has_json == (words is JSON_WORDS)  # or it could not be told from other shapes
 
 
 def test_many_tools_find_their_line() -> None:
