@@ -124,24 +124,25 @@ class _Writer:
             head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
             self._rules.append(f'call_{i}: {head} %json {json.dumps(tool_schema(tool))} "}}"')
         self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
-        is_single = self._choice.name is not None or not self._choice.is_parallel
-        most = 0 if is_single else format.most_calls - 1  # beside the first
+        is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel
         if format.is_list:
-            more = f' (", " call){{0,{most}}}' if most else ""
+            more = "" if is_single else ' (", " call)*'
             self._rules += [f'calls: BLANK "[" call{more} "]"', "BLANK: / ?/"]
             return
-        more = f" (BREAK {self._marker(format.opening)} one){{0,{most}}}" if most else ""
+        more = "" if is_single else f" (BREAK {self._marker(format.opening)} one)*"
         around = [_literal(format.before), "call", _literal(format.after + format.closing)]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
     def _not_beginning(self, marker: str) -> str:
-        """The terminal of words that do not begin with a marker, of which two characters are looked at."""
+        """The terminal of words that do not begin with a marker."""
         if self._control_id(marker) is not None:
             return "TEXT"
-        first, second = re.escape(marker[0]), re.escape(marker[1:2])
-        begin = rf"[^{first}\s]" + (f"|{first}[^{second}]" if second else "")
+        rest = ""  # what may follow the characters of the marker that are behind us: built from its end
+        for char in reversed(marker[1:]):
+            rest = rf"([^{re.escape(char)}](?s:.*)" + (f"|{re.escape(char)}{rest})?" if rest else ")?")
+        first = re.escape(marker[0])
         name = f"OTHER_{ord(marker[0])}"
-        self._rules.append(rf"{name}: /(\s*({begin})(?s:.*))?/")
+        self._rules.append(rf"{name}: /(\s*([^{first}\s](?s:.*)" + (f"|{first}{rest}" if rest else "") + "))?/")
         return name
 
     def _until(self, name: str, text: str, marker: str) -> str:

@@ -375,6 +375,7 @@ FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, st
         "": "whole", "Hi": "whole", "Hi <tool": "whole", "Hi <tool_call>": "part", "Hi <tool_call>x": "no",
         HERMES_GET: "whole", f"Hi\n{HERMES_GET}\n{HERMES_NOW}": "whole", f"{HERMES_NOW} x": "no",
         '<tool_call>\n{"name": "other"': "no", '<tool_call>\n{"name": "get", "arguments": {"b"': "no",
+        "\n".join([HERMES_GET] * 100): "whole",
     }),
     ("hermes", ToolChoice(is_parallel=False), None, None, {HERMES_GET: "whole", f"{HERMES_GET}\n<": "no"}),
     ("hermes", REQUIRED, None, None, {
@@ -389,15 +390,17 @@ FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, st
     ("hermes", AUTO, None, Opening.FREE, {
         "Hi": "whole", "<think>hm": "part", f"<think>{HERMES_GET}": "part",
         f"<think>hm</think>\n\n{HERMES_GET}": "whole", HERMES_GET: "whole", f"Hi {HERMES_GET}": "whole",
-        "Hi <tool_call>x": "no",
+        "Hi <tool_call>x": "no", "<tool_call>x": "no", "<table>": "whole", "<thinker": "whole", "<thi": "whole",
     }),
     ("hermes", REQUIRED, None, Opening.FREE, {
         HERMES_GET: "whole", f"<think>x</think>{HERMES_GET}": "whole", "x": "no",
     }),
+    ("words", REQUIRED, None, None, {"": "part", "\n".join([HERMES_NOW, HERMES_GET] * 50): "whole"}),
     ("hermes", AUTO, None, Opening.CLOSED, {"Hi": "whole", "Hi <tool_call>x": "no"}),
     ("mistral", AUTO, None, None, {
         "Hi": "whole", "[TOOL_CALLS]": "part", f"[TOOL_CALLS][{MISTRAL_NOW}]": "whole",
         f"Hi[TOOL_CALLS] [{MISTRAL_NOW}, {MISTRAL_NOW}]": "whole", "[TOOL_CALLS]x": "no",
+        f"[TOOL_CALLS][{', '.join([MISTRAL_NOW] * 100)}]": "whole",
     }),
     ("mistral", REQUIRED, None, None, {"H": "no", f"[TOOL_CALLS][{MISTRAL_NOW}]": "whole"}),
     ("llama3", AUTO, None, None, {
