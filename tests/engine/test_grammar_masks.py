@@ -11,13 +11,14 @@ import llguidance
 import pytest
 
 from quire.core.request import FinishReason
+from quire.engine import grammar_trial
 from quire.engine import grammars as grammars_module
 from quire.engine.grammars import Grammars
 from quire.engine.llm import LLM
 from quire.engine.masking import Matcher
 from quire.engine.outputs import Completion
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
-from quire.text.grammar import Grammar, json_schema_grammar
+from quire.text.grammar import json_schema_grammar
 from quire.text.reasoning import REASONING_FORMATS, Opening
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import TOOL_FORMATS, ToolFormat
@@ -42,7 +43,7 @@ class Vocabulary:
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
         words = grammars_module.Words(
             tokenizer,
-            grammars_module.Vocabulary(
+            grammar_trial.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
                 eos_token_ids=eos_token_ids,
                 special_token_ids=tuple(sorted(tokenizer.special_ids | tokenizer.control_ids | set(eos_token_ids))),
@@ -132,42 +133,34 @@ SAY = Tool(
         "required": ["text"],
     },
 )
-ARGUMENTS = {
-    "a word over and over": '{"text": "' + "ha " * 100 + '"}',
-    "100 booleans": '{"text": "", "flags": [' + "false, " * 99 + "false]}",
-    "a time": '{"text": "", "at": "12:34:56.' + "1" * 30 + 'Z"}',
+CALLS = {
+    "a word over and over": ('{"text": "' + "ha " * 100 + '"}', 1),
+    "100 booleans": ('{"text": "", "flags": [' + "false, " * 99 + "false]}", 1),
+    "a time": ('{"text": "", "at": "12:34:56.' + "1" * 30 + 'Z"}', 1),
+    "an argument that the schema does not name": ('{"text": "", "tone": "' + "-" * 200 + '"}', 1),
+    "the same call over and over": ('{"text": "ha"}', 40),
 }
 THOUGHT = 'Hm. I "could <tool_call> ' + "ha " * 100 + "</think>\n"
 
 
-def a_call(format: ToolFormat, arguments: str) -> str:
-    inside = f'{{"name": "say", "{format.arguments}": {arguments}}}'
-    return f"{format.before}{inside}{format.after}{format.closing}"
-
-
-def calls(format: ToolFormat, arguments: str, count: int = 1) -> str:
-    """A whole answer that consists of calls."""
+def calls(format: ToolFormat, arguments: str, count: int) -> str:
+    call = f'{{"name": "say", "{format.arguments}": {arguments}}}'
     if format.is_list:
-        return f"{format.opening}[{', '.join([a_call(format, arguments)] * count)}]"
-    return "\n".join([f"{format.opening}{a_call(format, arguments)}"] * count)
+        return f"{format.opening}[{', '.join([call] * count)}]"
+    return "\n".join([f"{format.opening}{format.before}{call}{format.after}{format.closing}"] * count)
 
 
-def tool_grammar(format: ToolFormat, mode: ToolMode, *, thinks: bool = False) -> Grammar:
-    thought = (REASONING_FORMATS[0], Opening.OPEN) if thinks else None
-    grammar = answer_grammar(format, (SAY,), ToolChoice(mode), None, thought, lambda _marker: None)
-    assert grammar is not None
-    return grammar
-
-
-@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize(("arguments", "count"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("mode", [ToolMode.AUTO, ToolMode.REQUIRED])
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_masks_of_a_call_are_those_of_llguidance(
-    vocabulary: Vocabulary, format: ToolFormat, mode: ToolMode, arguments: str
+    vocabulary: Vocabulary, format: ToolFormat, mode: ToolMode, arguments: str, count: int
 ) -> None:
-    grammar = tool_grammar(format, mode, thinks=True)
+    thought = (REASONING_FORMATS[0], Opening.OPEN)
+    grammar = answer_grammar(format, (SAY,), ToolChoice(mode), None, thought, lambda _marker: None)
+    assert grammar is not None
     matcher = vocabulary.grammars.compile(grammar).matcher()
-    text = THOUGHT + calls(format, arguments)
+    text = THOUGHT + calls(format, arguments, 1 if format.is_single else count)
     compare(matcher, vocabulary.of_lark(grammar.source), vocabulary.encode(text))
 
 
