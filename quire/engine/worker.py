@@ -67,7 +67,8 @@ from quire.errors import InvalidRequest, InvariantViolation, QuireError
 AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 8  # of the prompt
+WARM_UP_ANSWER = 2
 MAX_LOOKED_AT = 500  # blocks for one answer of the map, which takes one to two milliseconds then
 
 log = logging.getLogger(__name__)
@@ -144,11 +145,16 @@ class Worker:
         }
 
     def warm_up(self) -> None:
-        """Two tokens of nothing: the first step of a run is slow, and the pace of steps must be known to judge them."""
+        """Generate two tokens: the first step of a run is slow, and the pace of steps must be known to judge them.
+
+        The scheduler is a separate one with just enough blocks, so the worker's own books show no trace of it.
+        """
         runner = self._engine.runner
-        spare = Engine(runner, make_scheduler(runner, EngineConfig()), on_plan=self._note)  # no trace in our books
+        num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # and the null block
+        scheduler = make_scheduler(runner, EngineConfig(), num_blocks=num_blocks)
+        spare = Engine(runner, scheduler, on_plan=self._note)
         num_tokens = min(WARM_UP_TOKENS, spare.scheduler.max_context - 1)
-        spare.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=2))
+        spare.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=WARM_UP_ANSWER))
         while spare.has_work:
             self._timed_step(spare)
 

@@ -17,6 +17,7 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
+from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Gone
@@ -453,6 +454,21 @@ def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
     pace.learn(10, 1.0)
     pace.learn(10, 0.1)
     assert 0.01 < pace.predict_s(1) < 0.1  # forgets slowly, and only what was slower
+
+
+def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block costs about 140 bytes and a microsecond: the pool of a large GPU has 200,000 of them."""
+    runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_seqs=4, max_context=100, vocab_size=50))
+    worker = Worker(_Recorder(), Engine(runner, make_scheduler(runner, EngineConfig())), Observer())  # type: ignore[arg-type]
+    sizes: list[int] = []
+
+    def make_cache(num_blocks: int, *args: Any, **options: Any) -> KVCacheManager:
+        sizes.append(num_blocks)
+        return KVCacheManager(num_blocks, *args, **options)
+
+    monkeypatch.setattr("quire.engine.build.KVCacheManager", make_cache)
+    worker.warm_up()
+    assert sizes == [4]  # 8 tokens of prompt and 2 of answer, and the null block
 
 
 LOUD = (
