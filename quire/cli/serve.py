@@ -113,7 +113,7 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, Opt(help="Tokens in one step; by the device and the model.")] = None,
     max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
-    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache; by memory if not given.")] = None,
+    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache, in place of --kv-memory.")] = None,
     kv_memory: loading.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse what was computed for an equal prefix.")] = True,
     backend: loading.BackendOption = "auto",
@@ -325,14 +325,24 @@ def _others(startup: Startup) -> list[str]:
 
 
 def _why(startup: Startup) -> str:
+    """Where the size of the KV cache comes from."""
+    from quire.backends.pool import CPU_CAP, CPU_SHARE
+
     engine = startup.config.models[0].engine
     if engine.num_blocks is not None:
         return "--num-blocks"
     if engine.kv_bytes is not None:
         return "--kv-memory"
+    facts = startup.ready.facts
+    on_cpu = facts.device == "cpu"
+    if facts.backend == "fake":
+        return "as always; --num-blocks sets it"
     if startup.memory_bytes is not None:
-        return "its share of the budget; --kv-memory sets it"
-    return "chosen by free memory; --kv-memory sets it"
+        limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
+        return f"its share of the budget{limit}; --kv-memory sets it"
+    if on_cpu:
+        return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
+    return "all that steps leave; --kv-memory sets it"
 
 
 def _audience(config: ServeConfig) -> str:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -186,8 +186,14 @@ def import_backend(config: EngineConfig) -> ModuleType:
         raise MissingExtra.of(f"the {name} backend", error.name) from error
 
 
-def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ignore) -> Scheduler:
-    given = config.scheduling(runner.capacity())
+def make_scheduler(
+    runner: Runner, config: EngineConfig, observe: Observer = ignore, *, num_blocks: int | None = None
+) -> Scheduler:
+    """`num_blocks`: fewer than the runner has, for a scheduler that serves little."""
+    capacity = runner.capacity()
+    if num_blocks is not None:
+        capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))
+    given = config.scheduling(capacity)
     policy = make_policy(given.policy, given.patience_s, given.normal_share, given.low_share)
     # A secret root: nobody can prepare tokens whose chain keys collide with another tenant's.
     cache = KVCacheManager(
