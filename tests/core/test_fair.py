@@ -134,7 +134,7 @@ def test_low_has_its_share_though_normal_takes_all_that_high_leaves() -> None:
         rig.add(request_id, [request_id] * 3, priority=NORMAL, max_tokens=None)
     rig.add(20, [20] * 3, priority=LOW, max_tokens=None)
     rig.step()
-    counts = {tier: 0 for tier in Priority}
+    counts = dict.fromkeys(Priority, 0)
     for _ in range(240):
         for piece in rig.step().slices:
             request = rig.scheduler.get(piece.request_id)
@@ -184,7 +184,7 @@ def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> No
 def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() -> None:
     rig = Rig(max_seqs=1, num_blocks=200)
     for request_id in range(30):
-        request = rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
+        rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
     for _ in range(4 * 4):
         rig.step()
     rig.add(100, [100] * 4, max_tokens=4, tenant="person")
@@ -197,7 +197,6 @@ def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() 
     assert order.index(100) <= 1
     assert order.index(101) <= 3
     assert order[-1] == 29
-    assert request.finish_reason is not None
 
 
 def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> None:
