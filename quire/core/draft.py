@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from quire.core.request import Priority, Request
 from quire.core.step import BlockCopy, SeqSlice
 
@@ -12,14 +14,17 @@ class StepDraft:
         "allotted",
         "budget",
         "copies",
+        "decodes",
         "has_in_flight",
         "is_closed",
         "left_out",
         "now_ns",
         "pending",
+        "rationed",
         "short",
         "slices",
         "victims",
+        "wanting",
     )
 
     def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
@@ -27,9 +32,13 @@ class StepDraft:
         self.budget = budget  # tokens left beyond one for every running request
         self.has_in_flight = has_in_flight  # a step before this one is not committed yet
         self.is_closed = False  # a request did not fit: no other one is admitted in its place
+        self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in the step
+        # Running requests of each tier that may want more tokens than their own; where rationed, also that one
+        self.wanting: tuple[list[Request], list[Request], list[Request]] = ([], [], [])
         self.allotted: dict[
             int, int
         ] = {}  # request id -> tokens that a turn gave it; no entry: one, or none if rationed
+        self.decodes: dict[tuple[Priority, str], int] = {}  # tier and tenant -> tokens that no turn gave
         self.left_out: list[Request] = []  # running, with something to compute, and without a token
         self.short: set[Priority] = set()  # tiers that wanted more than they got
         self.slices: list[SeqSlice] = []

@@ -15,10 +15,10 @@ Where rows of a batch cost time (a CPU), it also decides which running requests 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from quire.core.request import Priority, Request
+from quire.core.request import TIERS, Priority, Request
 from quire.core.tenants import TenantClock
 from quire.errors import InvalidRequest
 
@@ -48,14 +48,14 @@ class Turn(NamedTuple):
     max_tokens: int | None
 
 
-EVERYONE = Turn(tuple(Priority), None)
+EVERYONE = Turn(TIERS, None)
 
 
 class TierWork(NamedTuple):
     """What a tier wants of a step, before it is planned."""
 
-    num_decodes: int  # running requests that want one token
-    num_prompts: int  # running requests that want more
+    num_decodes: int  # running requests whose prompts are computed
+    num_prompts: int  # running requests in prefill
     num_waiting: int
 
 
@@ -68,10 +68,12 @@ class Ledger(Protocol):
     def leave(self, request: Request) -> None:
         """A request ended."""
 
-    def begin_step(self, work: Mapping[Priority, TierWork]) -> None: ...
+    def begin_step(self, work: Sequence[TierWork]) -> None:
+        """`work`: of each tier, HIGH first."""
 
-    def is_rationed(self, priority: Priority) -> bool:
-        """Whether running requests of this tier are in the step only if a turn gives them tokens."""
+    @property
+    def rationed(self) -> Collection[Priority]:
+        """Tiers whose running requests are in this step only if a turn gives them tokens."""
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this step. Each is decided when the one before it is over."""
@@ -79,8 +81,8 @@ class Ledger(Protocol):
     def charge(self, request: Request, num_tokens: int) -> None:
         """A turn gave the request these tokens."""
 
-    def charge_decode(self, request: Request) -> None:
-        """The request has one token that no turn gave."""
+    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
+        """A tenant has these tokens, one for each of its decodes, that no turn gave."""
 
     def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None:
         """`short`: tiers that wanted more than they got."""
@@ -96,17 +98,18 @@ class OpenLedger:
 
     def leave(self, request: Request) -> None: ...
 
-    def begin_step(self, work: Mapping[Priority, TierWork]) -> None: ...
+    def begin_step(self, work: Sequence[TierWork]) -> None: ...
 
-    def is_rationed(self, priority: Priority) -> bool:  # noqa: ARG002
-        return False
+    @property
+    def rationed(self) -> Collection[Priority]:
+        return ()
 
     def turns(self) -> Iterator[Turn]:
         yield EVERYONE
 
     def charge(self, request: Request, num_tokens: int) -> None: ...
 
-    def charge_decode(self, request: Request) -> None: ...
+    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None: ...
 
     def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None: ...
 
@@ -120,11 +123,12 @@ class FairLedger:
             raise InvalidRequest(f"{normal_share = } and {low_share = } together are more than {MAX_GUARANTEED}")
         self.shares = {Priority.NORMAL: round(normal_share * UNITS), Priority.LOW: round(low_share * UNITS)}
         self.credits = dict.fromkeys(self.shares, 0)  # in units of a token
-        self.clocks = {priority: TenantClock() for priority in Priority}
+        self.clocks = {priority: TenantClock() for priority in TIERS}
         self.cost: StepCost | None = None
-        self._work: Mapping[Priority, TierWork] = {}
-        self._decodes = dict.fromkeys(Priority, 0)  # tokens of this step that are given without a turn
-        self._served = dict.fromkeys(Priority, 0)  # and tokens charged
+        self._work: Sequence[TierWork] = ()
+        self._rationed: frozenset[Priority] = frozenset()
+        self._decodes = dict.fromkeys(TIERS, 0)  # tokens of this step that are given without a turn
+        self._served = dict.fromkeys(TIERS, 0)  # and tokens charged
         self._spare_ns = 0  # what lower tiers may still lengthen steps by
 
     # Queries
@@ -132,14 +136,9 @@ class FairLedger:
     def is_owed(self, priority: Priority) -> bool:
         return self.credits.get(priority, 0) > 0
 
-    def is_rationed(self, priority: Priority) -> bool:
-        if self.cost is None:
-            return False
-        return priority is Priority.LOW or any(
-            work.num_decodes or work.num_prompts or work.num_waiting
-            for tier, work in self._work.items()
-            if tier < priority
-        )
+    @property
+    def rationed(self) -> Collection[Priority]:
+        return self._rationed
 
     def service_bound(self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_step_tokens: int) -> int:
         """The starvation bound: tokens computed for all tiers together before a waiting request starts.
@@ -160,25 +159,31 @@ class FairLedger:
     def leave(self, request: Request) -> None:
         self.clocks[request.priority].leave(request.tenant)
 
-    def begin_step(self, work: Mapping[Priority, TierWork]) -> None:
+    def begin_step(self, work: Sequence[TierWork]) -> None:
         self._work = work
-        for priority in Priority:
+        self._rationed = frozenset() if self.cost is None else self._find_rationed()
+        for priority in TIERS:
             self._served[priority] = 0
-            is_free = not self.is_rationed(priority)
-            self._decodes[priority] = work[priority].num_decodes if is_free else 0
+            self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
+
+    def _find_rationed(self) -> frozenset[Priority]:
+        """LOW, whose steps are kept short, and tiers that have work beside a higher one."""
+        highest = next((tier for tier in TIERS if any(self._work[tier])), Priority.LOW)
+        return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
 
     def turns(self) -> Iterator[Turn]:
         owed = [priority for priority in self.credits if self.is_owed(priority)]
         for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
             yield Turn((priority,), -(-self.credits[priority] // UNITS))
-        for priority in Priority:
+        for priority in TIERS:
             yield Turn((priority,), self._limit(priority))
 
     def _limit(self, priority: Priority) -> int | None:
         """How many tokens a tier may have beside those above it, or alone. None: as many as it wants."""
-        cost, top = self.cost, self._top()
+        cost = self.cost
         if cost is None:
             return None
+        top = self._top()
         if top is None or top >= priority:
             if priority is not Priority.LOW:
                 return None
@@ -188,30 +193,33 @@ class FairLedger:
 
     def _top(self) -> Priority | None:
         """The highest tier that computes something in this step, as far as it is planned."""
-        return next((tier for tier in Priority if self._decodes[tier] or self._served[tier]), None)
+        return next((tier for tier in TIERS if self._decodes[tier] or self._served[tier]), None)
 
     def _allowance_ns(self, cost: StepCost, top: Priority) -> int:
         alone_ns = cost.base_ns + cost.token_ns * (self._decodes[top] + self._served[top])
         return alone_ns * SPARE_NUMERATOR // SPARE_DENOMINATOR
 
     def _num_below(self, top: Priority) -> int:
-        return sum(self._served[tier] for tier in Priority if tier > top)
+        return sum(self._served[tier] for tier in TIERS if tier > top)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         self._served[request.priority] += num_tokens
         self.clocks[request.priority].charge(request.tenant, num_tokens)
 
-    def charge_decode(self, request: Request) -> None:
-        self._decodes[request.priority] -= 1
-        self.charge(request, 1)
+    def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
+        self._decodes[priority] -= num_tokens
+        self._served[priority] += num_tokens
+        self.clocks[priority].charge(tenant, num_tokens)
 
     def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None:
         self._keep_spare()
         total = sum(self._served.values())
         for priority in self.credits:
-            has_rivals = any(any(self._work[tier]) or self._served[tier] for tier in Priority if tier is not priority)
-            gain = total * self.shares[priority]
             credit = self.credits[priority]
+            if not credit and not short:
+                continue  # nobody wants more, and nothing is to be forgotten
+            gain = total * self.shares[priority]
+            has_rivals = any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority)
             if has_rivals:
                 changed = credit + gain - self._served[priority] * UNITS
                 if not any(tier is not priority for tier in short):
@@ -227,8 +235,8 @@ class FairLedger:
 
     def _keep_spare(self) -> None:
         """Carry over what lower tiers did not use, if it is less than a token: parts of tokens add up."""
-        cost, top = self.cost, self._top()
-        if cost is None or top is None:
+        cost = self.cost
+        if cost is None or (top := self._top()) is None:
             return
         allowance_ns = self._allowance_ns(cost, top)
         spare_ns = self._spare_ns + allowance_ns - self._num_below(top) * cost.token_ns

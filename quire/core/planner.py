@@ -18,7 +18,7 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import Ledger, TierWork, Turn
 from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation, PrefixHit
-from quire.core.request import Priority, Request, RequestState
+from quire.core.request import TIERS, Priority, Request, RequestState
 from quire.core.running import RunningSet
 from quire.core.step import SeqSlice
 from quire.core.waiting import WaitingQueue
@@ -77,21 +77,34 @@ class Planner:
 
     def _begin(self, step: StepDraft) -> None:
         """Tell the ledger what every tier wants, and note which prefixes are in flight."""
-        decodes, prompts = dict.fromkeys(Priority, 0), dict.fromkeys(Priority, 0)
-        for request in self._running:
-            num_wanted = self._num_wanted(request)
-            if num_wanted == 1:
-                decodes[request.priority] += 1
-            elif num_wanted > 1:
-                prompts[request.priority] += 1
-            if len(request.tokens) - request.num_computed > 1:
-                self._admission.note_pending(step, request)
-        num_ready = self._waiting.num_ready
-        self._ledger.begin_step({tier: TierWork(decodes[tier], prompts[tier], num_ready(tier)) for tier in Priority})
+        running, waiting, wanting = self._running, self._waiting, step.wanting
+        for request in tuple(running.prompts.values()):
+            if len(request.tokens) - request.num_computed <= 1:
+                del running.prompts[request.request_id]  # it decodes now
+                continue
+            self._admission.note_pending(step, request)
+            if self._num_wanted(request) > 1:
+                wanting[request.priority].append(request)
+        self._ledger.begin_step(
+            [
+                TierWork(running.counts[tier] - len(wanting[tier]), len(wanting[tier]), waiting.num_ready(tier))
+                for tier in TIERS
+            ]
+        )
+        step.rationed = self._ledger.rationed
+        if step.rationed:
+            for request in self._running.requests:
+                if request.priority in step.rationed and self._num_wanted(request) == 1:
+                    step.wanting[request.priority].append(request)
 
     def _end(self, step: StepDraft) -> None:
-        step.short.update(request.priority for request in step.left_out)
-        step.short.update(tier for tier in Priority if self._waiting.num_ready(tier))
+        for (priority, tenant), num_tokens in step.decodes.items():
+            self._ledger.charge_decodes(priority, tenant, num_tokens)
+        for request in step.left_out:
+            step.short.add(request.priority)
+        for tier in TIERS:
+            if self._waiting.num_ready(tier):
+                step.short.add(tier)
         self._ledger.end_step(step.short, self.max_step_tokens)
 
     @staticmethod
@@ -104,7 +117,7 @@ class Planner:
     def _take_turn(self, step: StepDraft, turn: Turn) -> None:
         left = self.max_step_tokens if turn.max_tokens is None else turn.max_tokens
         wanting = self._wanting(step, turn)
-        while left > 0:
+        while left > 0 and (wanting or not step.is_closed):
             head = None if step.is_closed else self._waiting.head(turn.tiers)
             if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):
                 place, line = wanting[0]
@@ -133,9 +146,10 @@ class Planner:
         What one of them is given changes the place of its line, and of no other.
         """
         lines: dict[tuple[Priority, str], list[Request]] = {}
-        for request in self._running:
-            if request.priority in turn.tiers and self._is_short(step, request):
-                lines.setdefault((request.priority, request.tenant), []).append(request)
+        for tier in turn.tiers:
+            for request in step.wanting[tier]:
+                if request.state is RequestState.RUNNING and self._is_short(step, request):
+                    lines.setdefault((tier, request.tenant), []).append(request)
         for line in lines.values():
             line.sort(key=self._place, reverse=True)
         wanting = [(self._place(line[-1]), line) for line in lines.values()]
@@ -144,21 +158,18 @@ class Planner:
 
     def _place(self, request: Request) -> Place:
         """Order in a turn. Rationed requests of one key take turns; others go by arrival."""
-        is_rationed = self._ledger.is_rationed(request.priority)
+        is_rationed = request.priority in self._ledger.rationed
         return self._policy.key(request), request.last_step if is_rationed else 0, request.sequence
 
     def _place_of_head(self, key: Key, request: Request) -> Place:
         """Of a waiting request: behind running ones that are rationed and have the same key."""
-        return key[0], self._num_steps if self._ledger.is_rationed(request.priority) else 0, key[1]
+        return key[0], self._num_steps if request.priority in self._ledger.rationed else 0, key[1]
 
     def _is_short(self, step: StepDraft, request: Request) -> bool:
         """Whether a running request wants more tokens than it has in this step, and may have more."""
-        num_given = self._num_given(step, request)
+        own = 0 if request.priority in step.rationed else 1
+        num_given = step.allotted.get(request.request_id, own)
         return num_given < min(self._num_wanted(request), self.max_chunk_tokens)
-
-    def _num_given(self, step: StepDraft, request: Request) -> int:
-        own = 0 if self._ledger.is_rationed(request.priority) else 1
-        return step.allotted.get(request.request_id, own)
 
     def _give(self, step: StepDraft, request: Request, left: int) -> int:
         """Let a request have as many tokens as it wants and may. Returns how many that is.
@@ -178,22 +189,24 @@ class Planner:
 
     def _plan(self, step: StepDraft, request: Request) -> bool:
         """Give a running request its slice. False if it had to preempt itself."""
-        num_wanted = self._num_wanted(request)
+        start = request.num_planned
+        num_wanted = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
         if num_wanted <= 0:
             return True
-        num_given = self._num_given(step, request)
-        if num_given == 0:
+        num_given = step.allotted.get(request.request_id)
+        if num_given is None and request.priority in step.rationed:
             step.left_out.append(request)
             return True
-        start, length = request.num_planned, min(num_wanted, num_given)
-        if length < min(num_wanted, self.max_chunk_tokens):
+        length = min(num_wanted, num_given or 1)
+        if length < num_wanted and length < self.max_chunk_tokens:
             step.short.add(request.priority)
         if start + length > len(request.block_table) * self._cache.block_size:
             if not self._make_room(step, request, start + length):
                 return request.state is RequestState.RUNNING
             self._cache.grow(request, start + length)
-        if request.request_id not in step.allotted:
-            self._ledger.charge_decode(request)
+        if num_given is None:
+            payer = (request.priority, request.tenant)
+            step.decodes[payer] = step.decodes.get(payer, 0) + 1
         self._add_slice(step, request, start, length)
         return True
 

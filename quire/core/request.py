@@ -29,6 +29,9 @@ class Priority(IntEnum):
     LOW = 2
 
 
+TIERS = tuple(Priority)  # most urgent first; a loop over the class itself is slow
+
+
 class RequestState(Enum):
     NEW = "new"
     WAITING = "waiting"  # holds no slot and no block

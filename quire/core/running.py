@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from quire.core.kv_cache import KVCacheManager
-from quire.core.request import Request, RequestState
+from quire.core.request import Priority, Request, RequestState
 from quire.errors import InvalidRequest
 
 _order = attrgetter("urgency", "sequence")
@@ -24,6 +24,8 @@ class RunningSet:
             raise InvalidRequest(f"{max_seqs = } is less than 1")
         self.max_seqs = max_seqs
         self.requests: list[Request] = []
+        self.prompts: dict[int, Request] = {}  # by id: those whose known tokens are not all computed
+        self.counts = [0] * len(Priority)  # of each tier
         self._cache = cache
         self._free_slots = list(range(max_seqs - 1, -1, -1))
         self._released: list[int] = []
@@ -47,12 +49,16 @@ class RunningSet:
         request.slot = self._free_slots.pop()
         request.state = RequestState.RUNNING
         insort(self.requests, request, key=_order)
+        self.prompts[request.request_id] = request
+        self.counts[request.priority] += 1
         return request.slot
 
     def vacate(self, request: Request) -> None:
         """Take a request off the machine: slot, blocks, and the claim on any result still on its way."""
         assert request.slot is not None
         self.requests.remove(request)
+        self.prompts.pop(request.request_id, None)
+        self.counts[request.priority] -= 1
         self._free_slots.append(request.slot)
         self._released.append(request.slot)
         request.slot = None

@@ -98,6 +98,8 @@ class PrefixWaiters:
         A child takes the blocks from its parent's table and does not need them published.
         """
         ready: list[Request] = []
+        if not self._groups:
+            return ready
         for (epoch, is_parent), (owner, heap) in list(self._groups.items()):
             is_owner = owner.epoch == epoch and owner.state is RequestState.RUNNING
             is_owner = is_owner and (is_parent or can_share(owner))

@@ -20,7 +20,7 @@ def step(
     ledger: FairLedger, served: dict[Priority, int], *, short: Collection[Priority] = (), work: TierWork = BUSY
 ) -> None:
     """One step in which tiers get these tokens; tiers in `served` or `short` have work."""
-    ledger.begin_step({tier: work if tier in served or tier in short else IDLE for tier in Priority})
+    ledger.begin_step([work if tier in served or tier in short else IDLE for tier in Priority])
     for _ in ledger.turns():
         pass
     for tier, num_tokens in served.items():
@@ -48,7 +48,7 @@ def test_the_tier_that_is_owed_most_for_its_share_has_the_first_turn() -> None:
     step(ledger, {HIGH: 16}, short=(NORMAL, LOW))
     step(ledger, {HIGH: 14, NORMAL: 2}, short=(NORMAL, LOW))
     assert (tokens(ledger, NORMAL), tokens(ledger, LOW)) == (6, 4)
-    ledger.begin_step(dict.fromkeys(Priority, BUSY))
+    ledger.begin_step([BUSY] * 3)
     turns = list(ledger.turns())
     assert turns[:2] == [Turn((LOW,), 4), Turn((NORMAL,), 6)]
     assert turns[2:] == [Turn((HIGH,), None), Turn((NORMAL,), None), Turn((LOW,), None)]
@@ -87,22 +87,22 @@ def test_nothing_is_owed_to_a_tier_that_has_all_it_wants() -> None:
 
 def test_where_rows_are_free_nobody_is_rationed() -> None:
     ledger = FairLedger()
-    ledger.begin_step(dict.fromkeys(Priority, TierWork(3, 1, 2)))
-    assert not any(ledger.is_rationed(tier) for tier in Priority)
+    ledger.begin_step([TierWork(3, 1, 2)] * 3)
+    assert not ledger.rationed
     assert [turn.max_tokens for turn in ledger.turns()] == [None, None, None]
 
 
 def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) -> FairLedger:
     ledger = FairLedger()
     ledger.cost = cost
-    ledger.begin_step({HIGH: high, NORMAL: normal, LOW: low})
+    ledger.begin_step([high, normal, low])
     return ledger
 
 
 def test_lower_tiers_lengthen_a_step_by_a_third_of_what_the_highest_needs() -> None:
     decodes = TierWork(16, 0, 0)
     ledger = rationed(StepCost(base_ns=50, token_ns=10), TierWork(1, 0, 0), decodes, decodes)
-    assert [ledger.is_rationed(tier) for tier in Priority] == [False, True, True]
+    assert ledger.rationed == {NORMAL, LOW}
     assert [turn.max_tokens for turn in ledger.turns()] == [None, 2, 2]  # a third of 50 + 10 is 2 tokens, for all
     ledger.charge(Request(1, [1], priority=NORMAL), 2)
     assert [turn.max_tokens for turn in ledger.turns()] == [None, 0, 0]
@@ -113,12 +113,12 @@ def test_parts_of_a_token_add_up() -> None:
     ledger, given = FairLedger(), []
     ledger.cost = StepCost(base_ns=0, token_ns=10)
     for _ in range(12):
-        ledger.begin_step({HIGH: TierWork(1, 0, 0), NORMAL: IDLE, LOW: TierWork(16, 0, 0)})
+        ledger.begin_step([TierWork(1, 0, 0), IDLE, TierWork(16, 0, 0)])
         *_, low = ledger.turns()
         assert low.max_tokens is not None
         if low.max_tokens:
             ledger.charge(Request(1, [1], priority=LOW), low.max_tokens)
-        ledger.charge_decode(Request(2, [1], priority=HIGH))
+        ledger.charge_decodes(HIGH, "", 1)
         ledger.end_step((LOW,), MAX_STEP)
         given.append(low.max_tokens)
     assert sum(given) in (3, 4)
@@ -134,13 +134,13 @@ def test_a_step_of_low_alone_is_kept_short() -> None:
     *_, turn = ledger.turns()
     assert turn.max_tokens == 18  # four times the base: the weights of a large model are read for several rows
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, TierWork(64, 0, 0), IDLE)
-    assert not ledger.is_rationed(NORMAL)
+    assert ledger.rationed == {LOW}
     assert [turn.max_tokens for turn in ledger.turns()][1] is None
 
 
 def test_a_tier_above_that_only_waits_limits_nobody_until_it_runs() -> None:
     ledger = rationed(StepCost(50, 10), TierWork(0, 0, 3), TierWork(8, 0, 0), IDLE)
-    assert ledger.is_rationed(NORMAL)
+    assert NORMAL in ledger.rationed
     turns = ledger.turns()
     assert next(turns).max_tokens is None
     assert next(turns).max_tokens is None  # HIGH could not be admitted
@@ -176,5 +176,5 @@ def test_shares_that_cannot_be_held_are_refused(shares: tuple[float, float], mes
 def test_an_open_ledger_counts_nothing() -> None:
     ledger = OpenLedger()
     ledger.cost = StepCost(1, 1)
-    assert not ledger.is_rationed(LOW)
+    assert not ledger.rationed
     assert [turn.tiers for turn in ledger.turns()] == [tuple(Priority)]

@@ -219,13 +219,13 @@ MUTANTS = (
     _mutant(
         "lower tiers go first",
         "core/ledger.py",
-        "        for priority in Priority:\n            yield Turn",
-        "        for priority in reversed(Priority):\n            yield Turn",
+        "        for priority in TIERS:\n            yield Turn",
+        "        for priority in reversed(TIERS):\n            yield Turn",
     ),
     _mutant(
         "decodes are not charged",
         "core/planner.py",
-        "            self._ledger.charge_decode(request)\n",
+        "            self._ledger.charge_decodes(priority, tenant, num_tokens)\n",
         "            pass\n",
     ),
     _mutant(
@@ -381,7 +381,7 @@ MUTANTS = (
         "long prompt sits out",
         "core/planner.py",
         "        if num_wanted <= 0:\n            return True\n",
-        "        if num_wanted <= 0 or (num_wanted > 1 and self._num_given(step, request) == 1):\n            return True\n",
+        "        if num_wanted <= 0 or (num_wanted > 1 and step.allotted.get(request.request_id, 1) == 1):\n            return True\n",
     ),
     _mutant("released slots never told", "core/running.py", "return tuple(released)", "return ()"),
     _mutant(

@@ -713,8 +713,7 @@ class World:
         if self.fair is None or self.setup.cost is None or request.priority is Priority.HIGH:
             return False
         self.counts["left out"] += 1
-        tiers = {self.books[request_id].request.priority for request_id in planned}
-        if min(tiers, default=Priority.LOW) < request.priority:
+        if any(other.priority < request.priority for other in self.scheduler.running):
             return True
         base_ns, token_ns = self.setup.cost
         num_tokens = sum(piece.length for piece in planned.values())
