@@ -7,7 +7,7 @@ Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from types import MappingProxyType
 
 from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -48,6 +48,7 @@ class Scheduler:
         self.max_context = cache.max_context if max_context is None else min(max_context, cache.max_context)
         self._observe = observe
         self._requests: dict[int, Request] = {}  # alive, by id
+        self.requests = MappingProxyType(self._requests)  # all that run or wait, by id: a view
         self._running = RunningSet(max_seqs, cache)
         self._waiting = WaitingQueue(policy, max_waiting)
         self._planner = Planner(
@@ -81,11 +82,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._in_flight)
-
-    @property
-    def alive(self) -> Collection[int]:
-        """Ids of all requests that run or wait."""
-        return self._requests.keys()
 
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)

@@ -556,7 +556,8 @@ def ask(request_id: int) -> Add:
     return Add((request_id,), (1, 2, 3), SamplingParams(temperature=0, max_tokens=5), Priority.NORMAL, "")
 
 
-def test_a_runner_prepares_while_nobody_waits() -> None:
+def test_a_runner_prepares_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)  # this channel does not sleep
     runner, channel = _Preparing(num_pieces=6), _Script({3: ask(1), 9: ask(2)}, num_calls=30)
     tokens = serve_script(runner, channel)
     assert len(tokens) == 10
@@ -567,7 +568,10 @@ def test_a_runner_prepares_while_nobody_waits() -> None:
     assert channel.sleeps[-1] is None  # in the end it sleeps
 
 
-def test_a_failure_to_prepare_ends_preparing_not_serving(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_prepare_ends_preparing_not_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)
     runner, channel = _Preparing(num_pieces=6, failing=3), _Script({5: ask(1)}, num_calls=30)
     assert len(serve_script(runner, channel)) == 5
     assert runner.num_calls == 3

@@ -96,7 +96,7 @@ MUTANTS = (
                 "        self.pool.release([self.pool.blocks[copy.source] for copy in copies])",
                 "        return",
             ),
-            Edit("core/check.py", "        held += [copy.source for copy in plan.copies]\n", "        pass\n"),
+            Edit("core/check.py", "        _count(holders, [copy.source for copy in plan.copies])\n", "        pass\n"),
         ),
     ),
     Mutant(
