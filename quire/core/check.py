@@ -182,7 +182,7 @@ def _check_cache(
     cache: KVCacheManager, holders: list[int], roots: Container[bytes] | None, size: int
 ) -> Iterator[None]:
     """`holders`: how often each block is held by others than pins; those are added here."""
-    if cache.pins or cache.pins.holders:
+    if cache.pins or cache.pins.holders or cache.pins.owners:
         yield from _check_pins(cache.pins, holders, size)
     pool, tree, is_free = cache.pool, cache.tree, bytearray(len(holders))
     yield from _mark_free(cache, is_free, size)
@@ -231,6 +231,12 @@ def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]
         yield
     if num_held or pins.num_blocks > pins.max_blocks:
         _fail(f"pins hold {pins.num_blocks} blocks of at most {pins.max_blocks}; {num_held} are not counted")
+    num_blocks = dict.fromkeys(pins.owners, 0)
+    for pin in pins:
+        num_blocks[pin.owner] = num_blocks.get(pin.owner, 0) + len(pin.blocks)
+    counted = {name: owner.num_blocks for name, owner in pins.owners.items()}
+    if counted != num_blocks or sum(len(owner.pins) for owner in pins.owners.values()) != len(pins):
+        _fail(f"owners hold {num_blocks} blocks by their pins; the board says {pins.owners}")
 
 
 def _mark_free(cache: KVCacheManager, is_free: bytearray, size: int) -> Iterator[None]:

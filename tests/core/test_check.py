@@ -161,6 +161,10 @@ def forget_pinned_block(scheduler: Scheduler) -> None:
     del holders[next(reversed(holders))]
 
 
+def miscount_owner(scheduler: Scheduler) -> None:
+    scheduler.cache.pins.owners["other"].num_blocks += 1
+
+
 def forget_pin(scheduler: Scheduler) -> None:
     pins = scheduler.cache.pins
     del pins._pins[next(reversed(pins._pins))]
@@ -195,6 +199,7 @@ VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "pin's count of a block": miscount_pinned_block,
     "pinned block that is not counted": forget_pinned_block,
     "pin that let go of nothing": forget_pin,
+    "blocks of a pin's owner": miscount_owner,
     "more pinned than allowed": lambda scheduler: setattr(scheduler.cache.pins, "max_blocks", 1),
     "state of a running request": set_running("state", RequestState.WAITING),
     "counts of a running request": set_running("num_computed", 10**6),
