@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain
 from typing import NamedTuple
 
 from quire.core.block import TOKEN_BYTES, KVCacheBlock
 from quire.core.children import SortedBlocks
 
 KEY_BYTES = 16
+NAMED_AT_ONCE = 64  # blocks, while a match goes on: those after a miss are named in vain until they are computed
 
 Digest = Callable[[bytes, bytes], bytes]
+
+_blank = blake2b(digest_size=KEY_BYTES)  # a copy of it takes less time than a new one
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -35,7 +38,10 @@ def root_key(secret: bytes, salt: str) -> bytes:
 
 def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
     """The chain key of a block: the same tokens after a different parent get a different one."""
-    return blake2b(parent_key + tokens, digest_size=KEY_BYTES).digest()
+    state = _blank.copy()
+    state.update(parent_key)
+    state.update(tokens)
+    return state.digest()
 
 
 def common_run(a: bytes, b: bytes) -> int:
@@ -46,11 +52,11 @@ def common_run(a: bytes, b: bytes) -> int:
 
 
 class TokenChain:
-    """The names of one request's blocks, computed once and extended as its tokens become known."""
+    """The names of one request's blocks, each computed once, when it is first asked for."""
 
     __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_tokens", "root")
 
-    def __init__(self, root: bytes, tokens: list[int], block_size: int, digest: Digest) -> None:
+    def __init__(self, root: bytes, tokens: Sequence[int], block_size: int, digest: Digest) -> None:
         self.root = root
         self._tokens = tokens  # by reference; it only grows at the end
         self._block_size = block_size
@@ -74,15 +80,20 @@ class TokenChain:
         return self._blocks[index]
 
     def full_blocks(self, count: int) -> Iterator[tuple[bytes, bytes]]:
-        """Key and packed tokens of the first `count` blocks."""
-        if len(self._keys) < count:
-            self._extend(count)
-        return islice(zip(self._keys, self._blocks, strict=True), count)
+        """Key and packed tokens of the first `count` blocks, computed as far as they are asked for."""
+        return chain.from_iterable(self._batches(count))
+
+    def _batches(self, count: int) -> Iterator[Iterable[tuple[bytes, bytes]]]:
+        start = 0
+        while start < count:
+            end = min(count, max(len(self._keys), start + NAMED_AT_ONCE))
+            if len(self._keys) < end:
+                self._extend(end)
+            yield zip(self._keys[start:end], self._blocks[start:end], strict=True)
+            start = end
 
     def inherit(self, other: TokenChain, count: int) -> None:
-        """Take over the names of the first `count` blocks, whose tokens are the same."""
-        if count:
-            other.key(count - 1)
+        """Take over what `other` has of the names of the first `count` blocks, whose tokens are the same."""
         self._keys = other._keys[:count]
         self._blocks = other._blocks[:count]
 
@@ -91,14 +102,14 @@ class TokenChain:
         return pack_tokens(self._tokens[start:stop])
 
     def _extend(self, count: int) -> None:
-        first, size = len(self._keys), self._block_size
-        packed = self.run(first * size, count * size)
-        key = self._keys[-1] if self._keys else self.root
-        for start in range(0, len(packed), size * TOKEN_BYTES):
-            block = packed[start : start + size * TOKEN_BYTES]
-            key = self._digest(key, block)
-            self._blocks.append(block)
-            self._keys.append(key)
+        keys, digest, size = self._keys, self._digest, self._block_size
+        packed = self.run(len(keys) * size, count * size)
+        blocks = [packed[i : i + size * TOKEN_BYTES] for i in range(0, len(packed), size * TOKEN_BYTES)]
+        key = keys[-1] if keys else self.root
+        for block in blocks:
+            key = digest(key, block)
+            keys.append(key)
+        self._blocks += blocks
 
 
 class PrefixHit(NamedTuple):
@@ -174,7 +185,7 @@ class PrefixTree:
     def root(self, salt: str) -> bytes:
         return root_key(self._secret, salt)
 
-    def chain(self, tokens: list[int], salt: str) -> TokenChain:
+    def chain(self, tokens: Sequence[int], salt: str) -> TokenChain:
         return TokenChain(self.root(salt), tokens, self.block_size, self.digest)
 
     def standing(self, key: bytes) -> KVCacheBlock | None:

@@ -113,7 +113,6 @@ class Scheduler:
         max_tokens = request.sampling.max_tokens or self.max_context
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
         self._requests[request.request_id] = request
-        self.cache.prepare(request)
         self._waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 

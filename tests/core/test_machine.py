@@ -69,7 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.settle()
         self.cache.grow(request, len(request.tokens) + len(new))
-        request.tokens += new
+        request.tokens.extend(new)
         request.num_computed = request.num_planned = len(request.tokens)
         self.cache.publish(request)
         if publishes_tail:

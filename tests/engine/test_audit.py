@@ -13,7 +13,7 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.check import audit
-from quire.core.request import Priority, SamplingParams
+from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Channel, Gone
@@ -72,7 +72,8 @@ class Peer:
         return self.until_answered()
 
     def ask(self, request_id: int, prompt: tuple[int, ...]) -> None:
-        self.send(Add((request_id,), prompt, SamplingParams(temperature=0, max_tokens=3), Priority.NORMAL, ""))
+        sampling = SamplingParams(temperature=0, max_tokens=3)
+        self.send(Add((request_id,), PackedPrompt.of(prompt), sampling, Priority.NORMAL, ""))
 
     def until_answered(self) -> list[FromWorker]:
         said: list[FromWorker] = []

@@ -27,7 +27,7 @@ def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *,
 
 
 MUTANTS = (
-    _mutant("unchained keys", "core/prefix.py", "blake2b(parent_key + tokens,", "blake2b(tokens,"),
+    _mutant("unchained keys", "core/prefix.py", "    state.update(parent_key)\n", ""),
     _mutant(
         "one salt matches another",
         "core/prefix.py",
