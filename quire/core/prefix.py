@@ -86,7 +86,7 @@ class TokenChain:
     def _batches(self, count: int) -> Iterator[Iterable[tuple[bytes, bytes]]]:
         start = 0
         while start < count:
-            end = min(count, max(len(self._keys), start + NAMED_AT_ONCE))
+            end = min(count, start + NAMED_AT_ONCE)
             if len(self._keys) < end:
                 self._extend(end)
             yield zip(self._keys[start:end], self._blocks[start:end], strict=True)
