@@ -178,7 +178,7 @@ def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
 
 
 def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
-    """Microseconds a worker spends on one prompt, from its message to a request that waits, and on finding it cached."""
+    """Microseconds a worker spends on a prompt: from its message to a request that waits, and to find it cached."""
     prompt = PackedPrompt.of(Random(4).choices(range(32_000), k=num_tokens))
     frame = pack(Add((1,), prompt, SamplingParams(max_tokens=1), Priority.NORMAL, ""))[4:]
     capacity = Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000)
@@ -286,9 +286,7 @@ def main() -> int:
     for name in admissions[0]:
         print(row([name, *(f"{table[name]:,.0f}" for table in admissions)]))
 
-    print(
-        f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks at a time, and a pin of 64 blocks where half the pool is pinned"
-    )
+    print(f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks at a time; a pin of 64 blocks, half the pool being pinned")
     print(row(["blocks", *(f"{size:,}" for size in sizes)]))
     audits = [idle_audit(size) for size in sizes]
     print(row(["slices", *(f"{num_slices:,}" for num_slices, _, _ in audits)]))

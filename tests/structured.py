@@ -1,7 +1,8 @@
-"""Answers in the shape of many schemas, by the real model: every one that ends with `stop` must match its schema.
+"""Answers by many schemas from the real model: one that ends with `stop` matches, every other one ends with `length`.
 
 `make structured`, or `python -m tests.structured --schemas 240 --max-tokens 512`. The schemas of `tests/schemas.py` are
-written by hand and generated from a seed. The judge is `jsonschema_rs`, which shares nothing with what makes the masks.
+written by hand and generated from a seed. The judge is `jsonschema_rs`, which shares no code with what makes the masks.
+The share of answers that end is printed and has no bar: it is the model's, since the grammar alone decides.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import jsonschema_rs
@@ -21,14 +23,13 @@ from quire.engine.params import GenerationParams
 from quire.text.grammar import json_schema_grammar
 from tests.schemas import HAND_WRITTEN, generated
 
-MIN_STOPPED = 0.95
 MAX_SHOWN = 12
 
 
 class Verdict(NamedTuple):
     name: str
     reason: str  # stop, length, error
-    problem: str  # what the judge says against an answer that ended
+    problem: str  # what is wrong with it; empty: nothing
     text: str
 
 
@@ -61,32 +62,42 @@ def ask(llm: LLM, schemas: dict[str, dict[str, Any]], params: dict[str, Any]) ->
     ]
     shapes = [GenerationParams(grammar=json_schema_grammar(schema), **params) for schema in schemas.values()]
     outputs = llm.chat(questions, shapes)
-    return [judge(name, schema, output) for (name, schema), output in zip(schemas.items(), outputs, strict=True)]
+    max_tokens = params["max_tokens"]
+    return [judge(*one, output, max_tokens) for one, output in zip(schemas.items(), outputs, strict=True)]
 
 
-def judge(name: str, schema: dict[str, Any], output: GenerationOutput) -> Verdict:
+def judge(name: str, schema: dict[str, Any], output: GenerationOutput, max_tokens: int) -> Verdict:
     (completion,) = output.completions
-    problem = ""
+    problem = completion.error or ""
     if completion.finish_reason == "stop":
-        try:
-            jsonschema_rs.validate(schema, json.loads(completion.text), validate_formats=True)
-        except (ValueError, jsonschema_rs.ValidationError) as error:
-            problem = str(error).splitlines()[0]
-    return Verdict(name, completion.finish_reason, problem or completion.error or "", completion.text)
+        problem = judge_text(schema, completion.text)
+    elif completion.finish_reason == "length" and len(completion.token_ids) != max_tokens:
+        problem = f"cut after {len(completion.token_ids)} tokens"
+    return Verdict(name, completion.finish_reason, problem, completion.text)
+
+
+def judge_text(schema: dict[str, Any], text: str) -> str:
+    """What the judge says against it. Numbers are read as decimals: JSON does not bound them, as a float would."""
+    try:
+        jsonschema_rs.validate(schema, json.loads(text, parse_float=Decimal), validate_formats=True)
+    except (ValueError, jsonschema_rs.ValidationError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def report(verdicts: Sequence[Verdict], max_tokens: int) -> int:
-    """The exit code: 0 where the bar is reached."""
+    """The exit code: 0 where nothing is wrong."""
     reasons = Counter(verdict.reason for verdict in verdicts)
-    wrong = [verdict for verdict in verdicts if verdict.reason == "stop" and verdict.problem]
+    wrong = [verdict for verdict in verdicts if verdict.problem or verdict.reason not in ("stop", "length")]
     share = reasons["stop"] / len(verdicts)
-    print(f"{len(verdicts)} schemas, at most {max_tokens} tokens: {dict(reasons)}")
-    print(f"ended with stop: {share:.1%} (bar: {MIN_STOPPED:.0%}); of those, {len(wrong)} do not match (bar: 0)")
-    for verdict in [*wrong, *(one for one in verdicts if one.reason != "stop")][:MAX_SHOWN]:
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    print(f"{len(verdicts)} schemas, at most {max_tokens} tokens: {counts}")
+    print(f"ended with stop: {share:.1%}; does not match, or ended with neither stop nor length: {len(wrong)} (bar: 0)")
+    for verdict in [*wrong, *(one for one in verdicts if one.reason == "length")][:MAX_SHOWN]:
         print(
             f"  {verdict.name}: {verdict.reason}: {verdict.problem or verdict.text[:40] + ' ... ' + verdict.text[-60:]}"
         )
-    return 0 if not wrong and share >= MIN_STOPPED and not reasons["error"] else 1
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Capacity:
     max_context: int
     vocab_size: int
     has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
+    has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
     max_step_tokens: int = 2048  # what a step should hold at most, where nobody said otherwise
     max_chunk_tokens: int = 512  # and of one prompt
 

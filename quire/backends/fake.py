@@ -93,9 +93,8 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     if max_context > spec.max_context:
         raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
     max_seqs = options.max_seqs or DEFAULT_MAX_SEQS
-    enough = max_seqs * -(-max_context // options.block_size) + 1  # everyone at full length
     capacity = Capacity(
-        num_blocks=options.num_blocks or min(NUM_BLOCKS, enough),
+        num_blocks=options.num_blocks or NUM_BLOCKS,
         block_size=options.block_size,
         max_seqs=max_seqs,
         max_context=max_context,

@@ -1,4 +1,4 @@
-"""How large a KV pool to make: as it was asked for, or as memory allows, but no more than could ever be used."""
+"""The size of the KV pool: what the user asked for, or a share of the free memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from quire.backends.machine import available_bytes
 from quire.errors import InvalidRequest
 
 CPU_SHARE = 0.4  # of the memory available once the weights are loaded
-CPU_CAP = 4 << 30  # a laptop has other things to do
-MIN_POOL_TOKENS = 512  # a pool chosen by quire that holds less is no use to anybody
+CPU_CAP = 4 << 30  # the default on a CPU takes no more: other programs need memory too
+MIN_POOL_TOKENS = 512  # a default pool that holds less is refused: it could serve nobody
+# The default makes no more blocks than this. Only toy models have blocks so small that memory would hold more; a block
+# costs the scheduler about 140 bytes and a microsecond of start-up, whatever its size.
+DEFAULT_MAX_BLOCKS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
     options: BackendOptions
     block_bytes: int  # of one block over all layers
-    max_seqs: int
     max_context: int
 
     def num_blocks_on_cpu(self) -> int:
@@ -25,8 +27,12 @@ class PoolRequest:
         return self.num_blocks(free, min(int(free * CPU_SHARE), CPU_CAP))
 
     def num_blocks(self, free: int, budget: int) -> int:
-        """`free` bytes there are, `budget` of them to take where nobody said how much. The null block is included."""
-        options, block_size = self.options, self.options.block_size
+        """Blocks in the pool, the null block included. `free` bytes can be taken; the default takes `budget` of them.
+
+        `num_blocks` and `kv_bytes` are honoured exactly, or refused if they do not fit. There is no limit by how much
+        the running requests can use: the rest of the pool is prefix cache.
+        """
+        options = self.options
         if options.num_blocks is not None:
             if options.num_blocks * self.block_bytes > free:
                 raise InvalidRequest(
@@ -37,16 +43,18 @@ class PoolRequest:
         if options.kv_bytes is not None:
             if options.kv_bytes > free:
                 raise InvalidRequest(f"kv_bytes = {options.kv_bytes:,} is more than the {free:,} bytes that are free")
-            num_blocks = self._blocks_in(options.kv_bytes)
-        else:
-            num_blocks = max(budget, 0) // self.block_bytes
-            num_tokens = (num_blocks - 1) * block_size
-            if num_tokens < min(MIN_POOL_TOKENS, self.max_context):
-                raise InvalidRequest(
-                    f"kv_bytes: {free:,} bytes are free, and the {max(budget, 0):,} of them that would be taken hold a"
-                    f" context of {max(num_tokens, 0)} tokens. Free some memory, or say how much to take"
-                )
-        return min(num_blocks, self.max_seqs * -(-self.max_context // block_size) + 1)  # everyone at full length
+            return self._blocks_in(options.kv_bytes)
+        return self._default(free, max(budget, 0))
+
+    def _default(self, free: int, budget: int) -> int:
+        num_blocks = min(budget // self.block_bytes, DEFAULT_MAX_BLOCKS)
+        num_tokens = max(num_blocks - 1, 0) * self.options.block_size
+        if num_tokens < min(MIN_POOL_TOKENS, self.max_context):
+            raise InvalidRequest(
+                f"kv_bytes: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a"
+                f" context of {num_tokens} tokens. Free some memory, or say how much to take"
+            )
+        return num_blocks
 
     def _blocks_in(self, budget: int) -> int:
         num_blocks = budget // self.block_bytes

@@ -54,7 +54,14 @@ ContextOption = Annotated[
         "--max-context", "--max-model-len", help="Most tokens of prompt and answer; as the model was made for."
     ),
 ]
-MemoryOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the KV cache, like 2G or 512M.")]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the KV cache, like 2G or 512M. By default 40 % of free memory and at most 4G on a CPU;"
+        " on a GPU, all that steps leave.",  # `quire.backends.pool` has the numbers; a test compares them
+    ),
+]
 ServerOption = Annotated[
     str | None,
     typer.Option(

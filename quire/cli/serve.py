@@ -23,6 +23,8 @@ from quire.cli import loading
 from quire.cli.hello import say_hello
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
+from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ FLAGS = {
     "max_step_tokens": "--max-num-batched-tokens",
     "policy": "--scheduling-policy",
     "patience_s": "--patience",
+    "normal_share": "--normal-share",
+    "low_share": "--low-share",
     "queue_timeout_s": "--queue-timeout",
     "drain_s": "--drain",
     "max_body_bytes": "--max-body-size",
@@ -109,7 +113,7 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, Opt(help="Tokens in one step; by the device and the model.")] = None,
     max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
-    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache; by memory if not given.")] = None,
+    num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache, in place of --kv-memory.")] = None,
     kv_memory: loading.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse what was computed for an equal prefix.")] = True,
     backend: loading.BackendOption = "auto",
@@ -118,8 +122,14 @@ def serve(
     device: loading.DeviceOption = "auto",
     load_format: loading.LoadFormatOption = "auto",
     threads: loading.ThreadsOption = None,
-    scheduling_policy: Annotated[str, Opt(help="aging or fcfs.")] = "aging",
-    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier; 10 if not given.")] = None,
+    scheduling_policy: Annotated[str, Opt(help=f"Order of service: {', '.join(POLICIES)}.")] = "fair",
+    normal_share: Annotated[
+        float | None, Opt(help=f"Share of tokens guaranteed to the tier normal, under fair: {NORMAL_SHARE:g}.")
+    ] = None,
+    low_share: Annotated[
+        float | None, Opt(help=f"Share of tokens guaranteed to the tier low, under fair: {LOW_SHARE:g}.")
+    ] = None,
+    patience: Annotated[float | None, Opt(help="Seconds of waiting worth one tier, under aging: 10.")] = None,
     max_queue: Annotated[int, Opt(help="Requests that may wait; more get 429.")] = 512,
     max_queued_tokens: Annotated[int, Opt(help="Tokens that may wait.")] = 1 << 20,
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
@@ -229,6 +239,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         max_waiting=max(4096, 32 * options["max_queue"]),
         policy=options["scheduling_policy"],
         patience_s=options["patience"],
+        normal_share=options["normal_share"],
+        low_share=options["low_share"],
         is_caching=options["enable_prefix_caching"],
     )
     memory = options["memory"]
@@ -313,14 +325,24 @@ def _others(startup: Startup) -> list[str]:
 
 
 def _why(startup: Startup) -> str:
+    """Where the size of the KV cache comes from."""
+    from quire.backends.pool import CPU_CAP, CPU_SHARE
+
     engine = startup.config.models[0].engine
     if engine.num_blocks is not None:
         return "--num-blocks"
     if engine.kv_bytes is not None:
         return "--kv-memory"
+    facts = startup.ready.facts
+    on_cpu = facts.device == "cpu"
+    if facts.backend == "fake":
+        return "as always; --num-blocks sets it"
     if startup.memory_bytes is not None:
-        return "its share of the budget; --kv-memory sets it"
-    return "chosen by free memory; --kv-memory sets it"
+        limit = f", at most {CPU_CAP >> 30} GiB" if on_cpu else ""
+        return f"its share of the budget{limit}; --kv-memory sets it"
+    if on_cpu:
+        return f"{CPU_SHARE:.0%} of free memory, at most {CPU_CAP >> 30} GiB; --kv-memory sets it"
+    return "all that steps leave; --kv-memory sets it"
 
 
 def _audience(config: ServeConfig) -> str:

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import PATIENCE_S, POLICIES
 from quire.core.request import Priority
-from quire.engine.simulate import MACHINES, Machine, Outcome, SimConfig, SimReport, percentile, simulate
-from quire.engine.trace import TraceRequest, read_trace, synthesize
+from quire.engine.scenarios import SCENARIOS
+from quire.engine.simulate import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
+from quire.engine.trace import TraceRequest, read_trace
 from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = SimConfig()
-_SYNTHETIC = {"requests": 600, "rate": 20.0, "seed": 0}
+_SYNTHETIC = {"scenario": "mixed", "requests": 600, "rate": 20.0, "seed": 0}
 DEFAULT_BLOCKS = (512, 4096)
 MAX_BLOCKS = 10_000_000  # the simulator holds an object for each
 PLOT_SUFFIXES = (".png", ".svg")
@@ -37,7 +39,7 @@ def sim(
         str | None, typer.Argument(help="A recorded trace, JSON lines (docs/simulator.md); - is standard input.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"Order of service, {' or '.join(POLICIES)}; repeat to compare (both).")
+        list[str] | None, typer.Option(help=f"Order of service: {', '.join(POLICIES)}; repeat to compare (all).")
     ] = None,
     blocks: Annotated[
         list[int] | None, typer.Option(help="Blocks in the KV pool; repeat to compare (512 and 4096).")
@@ -47,6 +49,9 @@ def sim(
     token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the machine's.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the machine's.")] = None,
     kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, instead of the machine's.")] = None,
+    scenario: Annotated[
+        str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(help="Synthetic trace: how many requests (600).")] = None,
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
@@ -62,6 +67,12 @@ def sim(
     patience: Annotated[
         float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging ({PATIENCE_S:g}).")
     ] = None,
+    normal_share: Annotated[
+        float | None, typer.Option(help=f"Share of tokens guaranteed to NORMAL, under fair ({NORMAL_SHARE:g}).")
+    ] = None,
+    low_share: Annotated[
+        float | None, typer.Option(help=f"Share of tokens guaranteed to LOW, under fair ({LOW_SHARE:g}).")
+    ] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Prefix reuse.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file, to edit and rerun.")] = None,
@@ -72,6 +83,9 @@ def sim(
     device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
     base = SimConfig(
         patience_s=patience,
+        normal_share=normal_share,
+        low_share=low_share,
+        has_costly_rows=device.has_costly_rows,
         block_size=block_size,
         max_seqs=max_seqs,
         max_step_tokens=max_step_tokens,
@@ -80,7 +94,7 @@ def sim(
         is_caching=cache,
     )
     configs = _configs(base, policy, blocks)
-    synthetic = {"requests": requests, "rate": rate, "seed": seed}
+    synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
     if save_trace is not None:
         save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
@@ -125,18 +139,29 @@ def _machine(
     times = {"base_ms": base_ms, "token_us": token_us, "context_us": context_us}
     with _options_named():
         step_time = replace(known.step_time, **{key: value for key, value in times.items() if value is not None})
-    return Machine(step_time, kv_bytes or known.kv_bytes)
+    return replace(known, step_time=step_time, kv_bytes=kv_bytes or known.kv_bytes)
 
 
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """One for each pair, all of them known to work."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    if base.patience_s is not None and "aging" not in names:
-        raise InvalidRequest("--patience means something only under --policy aging")
+    own = {"aging": ("patience_s",), "fair": ("normal_share", "low_share")}  # what means something under one policy
+    with _options_named():
+        for policy, fields in own.items():
+            for field in fields:
+                if getattr(base, field) is not None and policy not in names:
+                    raise InvalidRequest(f"{field} means something only under --policy {policy}")
     for size in sizes:
         if not 2 <= size <= MAX_BLOCKS:
             raise InvalidRequest(f"--blocks {size} is not from 2 to {MAX_BLOCKS} (one is never handed out)")
-    configs = [replace(base, policy=name, num_blocks=size) for name, size in product(names, sizes)]
+    configs = []
+    for name, size in product(names, sizes):
+        config = replace(base, policy=name, num_blocks=size)
+        if name != "aging":
+            config = replace(config, patience_s=None)
+        if name != "fair":
+            config = replace(config, normal_share=None, low_share=None)
+        configs.append(config)
     with _options_named():
         for config in configs:
             replace(config, num_blocks=2).make_scheduler(lambda _event: None)
@@ -147,7 +172,9 @@ def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
     if path is None:
         given = {**_SYNTHETIC, **synthetic}
         with _options_named():
-            return synthesize(given["requests"], given["rate"], seed=given["seed"])
+            if given["scenario"] not in SCENARIOS:
+                raise InvalidRequest(f"scenario = {given['scenario']!r} is not one of {', '.join(SCENARIOS)}")
+            return SCENARIOS[given["scenario"]](given["requests"], given["rate"], given["seed"])
     if synthetic:
         raise InvalidRequest(f"--{next(iter(synthetic))} is for a synthetic trace, and {path} was given")
     return read_trace(path)
@@ -212,13 +239,22 @@ def summary(report: SimReport) -> dict[str, Any]:
         "peak_running": max((sample.num_running for sample in timeline), default=0),
         "peak_waiting": max((sample.num_waiting for sample in timeline), default=0),
         "peak_blocks_in_use": max((sample.num_blocks_in_use for sample in timeline), default=0),
-        "tiers": {priority.name: _tier(report, priority) for priority in Priority if report.tier(priority)},
+        "tiers": {priority.name: _group(report.tier(priority)) for priority in Priority if report.tier(priority)},
+        "tenants": {name: _group(records) for name, records in _tenants(report).items()},
         "cache": asdict(report.cache),
     }
 
 
-def _tier(report: SimReport, priority: Priority) -> dict[str, Any]:
-    records = report.tier(priority)
+def _tenants(report: SimReport) -> dict[str, list[RequestRecord]]:
+    """The records of each tenant of a tier, where a trace names any."""
+    groups: dict[str, list[RequestRecord]] = {}
+    for record in report.records:
+        if record.tenant:
+            groups.setdefault(f"{record.priority.name} {record.tenant}", []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def _group(records: Sequence[RequestRecord]) -> dict[str, Any]:
     figures: dict[str, Any] = {"requests": len(records)}
     figures |= {outcome.name.lower(): 0 for outcome in Outcome}
     figures |= Counter(record.outcome.name.lower() for record in records)
@@ -280,7 +316,8 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
         gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
         whole = [config.policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
         whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
-        for tier_name, tier in summary(report)["tiers"].items():
+        figures = summary(report)
+        for tier_name, tier in (figures["tiers"] | figures["tenants"]).items():
             times = [tier[key] for key in ("wait_s_p95", "ttft_s_p50", "ttft_s_p95")]
             pace = "-" if tier["tpot_s_p95"] is None else f"{tier['tpot_s_p95'] * 1000:.1f}"
             table.add_row(*whole, tier_name, f"{tier['requests']:,}", *map(_seconds, times), pace)

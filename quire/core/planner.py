@@ -1,65 +1,30 @@
-"""One pass over everyone: who computes what in the next step, who begins, who has to stand back.
+"""Plans one step: which requests compute what, which ones start, and which ones are preempted.
 
-First prompts and admissions, in the order of the policy's key: requests in prefill and requests that wait, merged,
-share what the step's token budget has beyond one token for each who runs. Then everyone who runs, most urgent first,
-gets the blocks for the next token; victims are taken from the back, so nobody who is in the plan already can be one.
+First come the turns of the policy's ledger. In each, requests in prefill and waiting requests, merged by the policy's
+key, share what the step's token budget has beyond one token for every running request. Then all running requests, most
+urgent first, get the blocks for their tokens. Victims are taken from the back, so a request that is in the plan already
+cannot be one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from operator import itemgetter
-from typing import NamedTuple
+from heapq import heapify, heappop, heapreplace
 
-from quire.core.events import Admitted, Observer, Preempted, PrefixWaited, ignore
+from quire.core.admission import Admission
+from quire.core.draft import StepDraft
+from quire.core.events import Observer, ignore
+from quire.core.heap import Key
 from quire.core.kv_cache import KVCacheManager
+from quire.core.ledger import Ledger, TierWork, Turn
 from quire.core.policy import Policy
 from quire.core.prefix import CacheExplanation, PrefixHit
-from quire.core.request import Request, RequestState
+from quire.core.request import Priority, Request, RequestState
 from quire.core.running import RunningSet
-from quire.core.step import BlockCopy, SeqSlice
-from quire.core.waiting import Key, WaitingQueue
+from quire.core.step import SeqSlice
+from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
-MAX_PREFIX_WAITERS = 1024  # stepped over in one pass, at a few microseconds each; beyond it nobody is admitted
-
-
-class _Way(NamedTuple):
-    """What has to go for an admission."""
-
-    num_pins: int
-    victims: list[Request]
-
-
-class StepDraft:
-    """A plan in the making."""
-
-    __slots__ = (
-        "admitted",
-        "budget",
-        "copies",
-        "has_in_flight",
-        "now_ns",
-        "pending",
-        "shares",
-        "skipped",
-        "slices",
-        "victims",
-    )
-
-    def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
-        self.now_ns = now_ns
-        self.budget = budget  # tokens left for prompts; every running request has one reserved, so no decode waits
-        self.has_in_flight = has_in_flight  # a step before this one is not committed yet
-        self.shares: dict[int, int] = {}  # request in prefill -> tokens it may compute
-        self.slices: list[SeqSlice] = []
-        self.copies: list[BlockCopy] = []
-        self.admitted: set[int] = set()  # in this step
-        self.victims: list[Request] = []  # preempted in this step
-        # Block number -> chain key of a block that someone is to compute next -> the policy's key of the first of them
-        self.pending: dict[int, dict[bytes, Key]] = {}
-        self.skipped: list[Request] = []  # wait for a prefix in flight
+Place = tuple[int, int, int]  # in a turn: the policy's key, when it was last served, order of arrival
 
 
 class Planner:
@@ -82,90 +47,163 @@ class Planner:
             raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")
         self._cache = cache
         self._policy = policy
+        self._ledger: Ledger = policy.ledger
         self._running = running
         self._waiting = waiting
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_chunk_tokens
-        self._observe = observe
-        self._failed_attempt: tuple[int, ...] = ()  # of `_find_way`
-        self._failed_missing = 0
+        self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
+        self._num_steps = 0
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
         step = StepDraft(now_ns, self.max_step_tokens - len(self._running), has_in_flight=has_in_flight)
-        self._share_prompts(step)
-        for request in step.skipped:
-            self._waiting.push(request)
+        self._num_steps += 1
+        self._waiting.unpark(self._admission.can_share)
+        self._begin(step)
+        for turn in self._ledger.turns():
+            self._take_turn(step, turn)
         running, index = self._running.requests, 0
         while index < len(running):
             if self._plan(step, running[index]):
                 index += 1
+        if not step.slices and step.left_out:
+            self._plan_left_out(step)
+        self._end(step)
         return step
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
-        """Why this hit goes no further; what others are computing at this moment counts as in flight."""
-        chain, size = self._cache.chain(request), self._cache.block_size
+        return self._admission.explain(request, hit)
 
-        def is_in_flight(number: int) -> bool:
-            return any(
-                owner.num_computed // size <= number < len(owner.tokens) // size
-                and owner is not request
-                and self._cache.chain(owner).key(number) == chain.key(number)
-                for owner in self._running
-            )
+    def _begin(self, step: StepDraft) -> None:
+        """Tell the ledger what every tier wants, and note which prefixes are in flight."""
+        decodes, prompts = dict.fromkeys(Priority, 0), dict.fromkeys(Priority, 0)
+        for request in self._running:
+            num_wanted = self._num_wanted(request)
+            if num_wanted == 1:
+                decodes[request.priority] += 1
+            elif num_wanted > 1:
+                prompts[request.priority] += 1
+            if len(request.tokens) - request.num_computed > 1:
+                self._admission.note_pending(step, request)
+        num_ready = self._waiting.num_ready
+        self._ledger.begin_step({tier: TierWork(decodes[tier], prompts[tier], num_ready(tier)) for tier in Priority})
 
-        return self._cache.explain(request, hit, is_in_flight)
+    def _end(self, step: StepDraft) -> None:
+        step.short.update(request.priority for request in step.left_out)
+        step.short.update(tier for tier in Priority if self._waiting.num_ready(tier))
+        self._ledger.end_step(step.short, self.max_step_tokens)
 
-    # Prompts: those being computed and those that wait, merged by key
+    @staticmethod
+    def _num_wanted(request: Request) -> int:
+        """Tokens left to plan. The last token a request may have needs no KV: nothing is computed after it."""
+        return min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - request.num_planned
 
-    def _share_prompts(self, step: StepDraft) -> None:
-        prefills = [(self._key(r), r) for r in self._running if len(r.tokens) - r.num_computed > 1]
-        prefills.sort(key=itemgetter(0), reverse=True)  # the first is at the end
-        while (first := self._waiting.head()) is not None:
-            key, head = first
-            while prefills and prefills[-1][0] < key:
-                self._continue_prompt(step, prefills.pop()[1])
-            if len(step.skipped) >= MAX_PREFIX_WAITERS:
-                break
-            if self._awaits_prefix(step, head, key):
-                self._skip(step, head)
-            elif not self._try_admit(step, head):
-                break  # nobody passes a head that does not fit
-        while prefills:
-            self._continue_prompt(step, prefills.pop()[1])
+    # Turns: running requests that want more tokens, and waiting ones
 
-    def _key(self, request: Request) -> Key:
-        return (self._policy.key(request), request.sequence)
+    def _take_turn(self, step: StepDraft, turn: Turn) -> None:
+        left = self.max_step_tokens if turn.max_tokens is None else turn.max_tokens
+        wanting = self._wanting(step, turn)
+        while left > 0:
+            head = None if step.is_closed else self._waiting.head(turn.tiers)
+            if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):
+                place, line = wanting[0]
+                if place != (now := self._place(line[-1])):
+                    heapreplace(wanting, (now, line))  # its tenant has been served meanwhile
+                    continue
+                request = line.pop()
+                if request.state is RequestState.RUNNING:  # and not preempted just now
+                    left -= self._give(step, request, left)
+                if line:
+                    heapreplace(wanting, (self._place(line[-1]), line))
+                else:
+                    heappop(wanting)
+            elif head is None:
+                return
+            elif self._admission.park(step, head[1]):
+                continue
+            elif self._admission.try_admit(step, head[1]):
+                left -= self._give(step, head[1], left)
+            else:
+                step.is_closed = True  # no request overtakes a head that does not fit
 
-    def _continue_prompt(self, step: StepDraft, request: Request) -> None:
-        if request.state is RequestState.RUNNING:  # and not preempted just now
-            self._share(step, request, len(request.tokens) - request.num_planned)
-            self._note_pending(step, request)
+    def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[Place, list[Request]]]:
+        """Running requests that want tokens of this turn: a heap of lines, one for each tenant, first at the end.
 
-    def _share(self, step: StepDraft, request: Request, num_wanted: int) -> None:
-        """Let a prompt have as much of the budget as it wants and may; one token is its own."""
-        if num_wanted > 1:
-            extra = min(num_wanted - 1, step.budget, self.max_chunk_tokens - 1)
-            step.budget -= extra
-            step.shares[request.request_id] = 1 + extra
+        What one of them is given changes the place of its line, and of no other.
+        """
+        lines: dict[tuple[Priority, str], list[Request]] = {}
+        for request in self._running:
+            if request.priority in turn.tiers and self._is_short(step, request):
+                lines.setdefault((request.priority, request.tenant), []).append(request)
+        for line in lines.values():
+            line.sort(key=self._place, reverse=True)
+        wanting = [(self._place(line[-1]), line) for line in lines.values()]
+        heapify(wanting)
+        return wanting
 
-    # Everyone who runs
+    def _place(self, request: Request) -> Place:
+        """Order in a turn. Rationed requests of one key take turns; others go by arrival."""
+        is_rationed = self._ledger.is_rationed(request.priority)
+        return self._policy.key(request), request.last_step if is_rationed else 0, request.sequence
+
+    def _place_of_head(self, key: Key, request: Request) -> Place:
+        """Of a waiting request: behind running ones that are rationed and have the same key."""
+        return key[0], self._num_steps if self._ledger.is_rationed(request.priority) else 0, key[1]
+
+    def _is_short(self, step: StepDraft, request: Request) -> bool:
+        """Whether a running request wants more tokens than it has in this step, and may have more."""
+        num_given = self._num_given(step, request)
+        return num_given < min(self._num_wanted(request), self.max_chunk_tokens)
+
+    def _num_given(self, step: StepDraft, request: Request) -> int:
+        own = 0 if self._ledger.is_rationed(request.priority) else 1
+        return step.allotted.get(request.request_id, own)
+
+    def _give(self, step: StepDraft, request: Request, left: int) -> int:
+        """Let a request have as many tokens as it wants and may. Returns how many that is.
+
+        One token for every running request is set aside, so the budget is for those beyond it.
+        """
+        num_before = step.allotted.get(request.request_id, 0)
+        num_wanted = min(self._num_wanted(request), self.max_chunk_tokens) - num_before
+        num_new = min(num_wanted, left, step.budget + (num_before == 0))
+        step.budget -= num_new - (num_before == 0)
+        step.allotted[request.request_id] = num_before + num_new
+        request.last_step = self._num_steps
+        self._ledger.charge(request, num_new)
+        return num_new
+
+    # All running requests
 
     def _plan(self, step: StepDraft, request: Request) -> bool:
         """Give a running request its slice. False if it had to preempt itself."""
-        start = request.num_planned
-        # The last token a request may have needs no KV: nothing is computed after it.
-        length = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
-        if length <= 0:
+        num_wanted = self._num_wanted(request)
+        if num_wanted <= 0:
             return True
-        if length > 1:
-            length = min(length, step.shares.get(request.request_id, 1))
+        num_given = self._num_given(step, request)
+        if num_given == 0:
+            step.left_out.append(request)
+            return True
+        start, length = request.num_planned, min(num_wanted, num_given)
+        if length < min(num_wanted, self.max_chunk_tokens):
+            step.short.add(request.priority)
         if start + length > len(request.block_table) * self._cache.block_size:
             if not self._make_room(step, request, start + length):
                 return request.state is RequestState.RUNNING
             self._cache.grow(request, start + length)
+        if request.request_id not in step.allotted:
+            self._ledger.charge_decode(request)
         self._add_slice(step, request, start, length)
         return True
+
+    def _plan_left_out(self, step: StepDraft) -> None:
+        """The requests they were left out for cannot go on in this step: let them have it."""
+        requests, step.left_out = step.left_out, []
+        for request in requests:
+            if request.state is RequestState.RUNNING:
+                self._give(step, request, self.max_step_tokens)
+                self._plan(step, request)
 
     def _add_slice(self, step: StepDraft, request: Request, start: int, length: int) -> None:
         tokens, end = request.tokens, start + length
@@ -192,192 +230,23 @@ class Planner:
         )
 
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
-        """Free the blocks a running request needs: pins yield first, then whoever stands last. False if in vain."""
+        """Free the blocks a running request needs: pins yield first, then the last in order. False if in vain.
+
+        A request that was preempted before and has made no progress since is spared: it needs no block to make some,
+        so the wait for it ends.
+        """
         while self._cache.shortage(request, upto) > 0:
             if self._cache.pins.yield_oldest():
                 continue
-            victim = self._running.requests[-1]
-            if victim is request and len(self._running) == 1:
+            running = self._running.requests
+            victim = next(r for r in reversed(running) if r.has_progressed or r is request)
+            if victim is request and (running[-1] is not request or not request.has_progressed):
+                return False  # requests behind it are spared, or it is: their next results change that
+            if victim is request and len(running) == 1:
                 if not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
                 return False  # copies in flight hold the rest; their commit frees it
-            self._preempt(step, victim, request)
+            self._admission.preempt(step, victim, request)
             if victim is request:
                 return False
         return True
-
-    # Admission
-
-    def _awaits_prefix(self, step: StepDraft, request: Request, key: Key) -> bool:
-        """Whether someone ahead of this request is computing what both need.
-
-        Stateless: asked anew in every pass, so it is simply false once the owner is done, preempted or gone.
-        """
-        if request.sampling.prompt_logprobs is not None:
-            return False
-        parent = request.parent
-        if parent is not None and parent.state is RequestState.RUNNING and self._key(parent) < key:
-            return parent.num_computed < min(len(request.tokens), len(parent.tokens)) - 1
-        if not self._cache.is_caching:
-            return False
-        chain, num_full = self._cache.chain(request), len(request.tokens) // self._cache.block_size
-        for number, owners in step.pending.items():
-            if number < num_full:
-                name = chain.key(number)
-                if name in owners and owners[name] < key and self._cache.tree.standing(name) is None:
-                    return True
-        return False
-
-    def _note_pending(self, step: StepDraft, owner: Request) -> None:
-        """Remember the first full block of known tokens that a running request has still to compute.
-
-        Who shares a later one with it shares this one too.
-        """
-        number = owner.num_computed // self._cache.block_size
-        is_known = (number + 1) * self._cache.block_size <= len(owner.tokens)
-        if is_known and self._cache.can_publish(owner, number):
-            owners, key = step.pending.setdefault(number, {}), self._key(owner)
-            name = self._cache.chain(owner).key(number)
-            owners[name] = min(key, owners.get(name, key))
-
-    def _skip(self, step: StepDraft, request: Request) -> None:
-        self._waiting.remove(request)
-        step.skipped.append(request)
-        if not request.is_prefix_waiting:
-            request.is_prefix_waiting = True
-            self._observe(PrefixWaited(request.request_id))
-
-    def _try_admit(self, step: StepDraft, request: Request) -> bool:
-        """Start a waiting request, or leave everything as it is.
-
-        It gets blocks for its whole known context at once, and leaves one for each request that runs: they all grow,
-        and would preempt it soon. What it lacks it may take from less urgent ones of lower tiers. Who may not preempt
-        leaves a slot and a block for those who stepped aside for a prefix, or all who come later would pass them.
-        """
-        may_preempt, now_ns = self._policy.may_preempt, step.now_ns
-        if not all(may_preempt(request, victim, now_ns) for victim in step.victims):
-            return False  # no ordinary admission in a step that preempted
-        is_entitled = any(may_preempt(request, running, now_ns) for running in self._running)
-        num_kept = 0 if is_entitled else min(len(step.skipped), self._running.max_seqs // 2)
-        while True:
-            victims = [
-                running
-                for running in self._running
-                if may_preempt(request, running, now_ns) and running.request_id not in step.admitted
-            ]
-            has_slot = self._running.num_free_slots > num_kept
-            if not victims and (step.budget < 1 or not has_slot):
-                return False
-            hit = self._find_hit(request, now_ns)
-            hit, missing = self._find_room(request, hit, len(self._running) + num_kept)
-            if missing <= 0 and has_slot:
-                if step.budget < 1:
-                    return False
-                self._admit(step, request, hit)
-                return True
-            if not victims and self._running and not self._needs_pins(request, hit):
-                return False
-            way = self._find_way(request, hit, missing, victims, has_slot=has_slot)
-            if way is None:
-                if not self._running and not step.has_in_flight:
-                    raise InvariantViolation(f"{request!r} does not fit an empty pool")
-                return False  # all that may go would not be enough: leave it alone
-            for _ in range(way.num_pins):
-                self._cache.pins.yield_oldest()
-            for victim in way.victims:
-                self._preempt(step, victim, request)
-
-    def _find_room(self, request: Request, hit: PrefixHit, spare: int) -> tuple[PrefixHit, int]:
-        """What of a hit to use, and how many blocks are then missing for the rest."""
-        upto = len(request.tokens)
-        missing = self._cache.shortage(request, upto, hit) + spare
-        if missing > 0 and hit.tail is not None:
-            hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
-            missing = self._cache.shortage(request, upto, hit) + spare
-        return hit, missing
-
-    def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request could not begin though everyone else were gone, as long as the pins stay."""
-        num_needed = -(-len(request.tokens) // self._cache.block_size) - len(hit.blocks)
-        return num_needed > self._cache.pool.num_usable - self._cache.pins.num_blocks
-
-    def _find_way(
-        self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_slot: bool
-    ) -> _Way | None:
-        """The fewest pins, and then the fewest victims from the back, without which an admission fits.
-
-        That takes a look at every block they hold, so a failure is remembered until something is released: whoever
-        grows meanwhile takes as much as it could give.
-        """
-        attempt = (request.epoch, len(victims), self._cache.pool.num_releases)
-        if attempt == self._failed_attempt and missing >= self._failed_missing:
-            return None
-        num_missing = missing
-        blocks = self._cache.pool.blocks
-        kept = {block.block_id for block in hit.blocks}  # freed or not, these are the request's own
-        holders: Counter[int] = Counter()
-
-        def count_freed(block_ids: Iterable[int]) -> int:
-            holders.update(block_ids)
-            return sum(holders[block] == blocks[block].ref_count and block not in kept for block in block_ids)
-
-        chosen: list[Request] = []
-        candidates = iter(reversed(victims))
-        if not has_slot and (last := next(candidates, None)) is not None:
-            chosen.append(last)  # someone has to leave a slot; perhaps that is enough
-            missing -= count_freed(last.block_table) + 1  # and the block it need not be left
-        num_pins = 0
-        for pin in self._cache.pins:
-            if missing <= 0:
-                break
-            missing -= count_freed([block.block_id for block in pin.blocks])
-            num_pins += 1
-        for victim in candidates:
-            if missing <= 0:
-                break
-            missing -= count_freed(victim.block_table) + 1
-            chosen.append(victim)
-        if missing <= 0 and (has_slot or chosen):
-            return _Way(num_pins, chosen)
-        self._failed_attempt, self._failed_missing = attempt, num_missing
-        return None
-
-    def _find_hit(self, request: Request, now_ns: int) -> PrefixHit:
-        hit = self._cache.match(request)
-        parent = request.parent
-        if parent is None or parent.state is not RequestState.RUNNING or request.sampling.prompt_logprobs is not None:
-            return hit
-        if self._policy.may_preempt(request, parent, now_ns):
-            return hit  # a parent that may have to go is nothing to build on
-        fork = self._cache.fork(parent, request)
-        return fork if fork.num_tokens > hit.num_tokens else hit
-
-    def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
-        is_resumed = request.num_preemptions > 0
-        if not is_resumed:
-            request.num_cached_tokens = hit.num_tokens
-            request.cache_explanation = self.explain(request, hit)
-        step.copies += self._cache.grow(request, len(request.tokens), hit)
-        self._waiting.remove(request)
-        request.urgency = self._policy.urgency(request, step.now_ns)
-        request.waited_ns += step.now_ns - request.enqueued_ns
-        request.parent = None  # a resumed request finds its blocks through the tree
-        request.is_prefix_waiting = False
-        step.admitted.add(request.request_id)
-        slot = self._running.add(request)
-        step.budget -= 1
-        self._share(step, request, len(request.tokens) - hit.num_tokens)
-        self._note_pending(step, request)
-        self._observe(Admitted(request.request_id, request.priority, slot, request.waited_ns, is_resumed))
-
-    def _preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
-        """Put a running request back into the queue, with the age it had. Its computed blocks stay findable."""
-        self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
-        self._running.vacate(victim)
-        victim.num_preemptions += 1
-        victim.earlier_waits_ns = victim.waited_ns
-        victim.enqueued_ns = step.now_ns
-        victim.state = RequestState.WAITING
-        self._waiting.push(victim)
-        step.victims.append(victim)
-        step.budget += step.shares.pop(victim.request_id, 1)

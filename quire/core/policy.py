@@ -1,15 +1,7 @@
-"""Who goes first.
+"""The order of service: which request starts next, whose prompt is computed first, and who may preempt whom.
 
-Aging as everyone draws it, `effective = tier - waited / patience`, changes all the time but never the order of two
-requests that both wait: they age alike. So a waiting request keeps one constant key, a virtual deadline,
-
-    key = (start of this wait) - (earlier waits) + tier * patience
-
-and a heap is enough. It keeps that key until its prompt is computed: prompts share the step's tokens in this order.
-
-Memory and slots go by urgency instead, the whole tiers of the same formula: `tier - waited // patience`. Age is time
-spent waiting, so the urgency of a running request is constant; if it grew with the key's clock, long LOW jobs would
-outgrow every HIGH one.
+`Fair` is the default: tiers with guaranteed shares of all tokens computed, tenants sharing a tier equally. The counters
+are in `quire/core/ledger.py`. `Aging` and `Fcfs` are simpler orders to compare it with, and need no counters.
 """
 
 from __future__ import annotations
@@ -17,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE, FairLedger, Ledger, OpenLedger
 from quire.core.request import Priority, Request, RequestState
+from quire.core.tenants import TenantLane
+from quire.core.waiting import ArrivalLane, Lane
 from quire.errors import InvalidRequest
 
 NS_PER_S = 1_000_000_000
@@ -25,30 +20,78 @@ PATIENCE_S = 10.0
 
 
 class Policy(Protocol):
-    """All times are whole nanoseconds, so that keys compare exactly."""
+    """All times are whole nanoseconds, so that keys compare exactly. A policy belongs to one scheduler."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def make_lane(self, priority: Priority) -> Lane:
+        """An empty queue for the waiting requests of one tier."""
 
     def key(self, request: Request) -> int:
-        """Order of admission and of prompts, smaller first. Constant from one admission to the next preemption."""
+        """Order of prompts inside a turn, smaller first. It may grow while a request runs, and never falls."""
 
     def urgency(self, request: Request, now_ns: int) -> int:
         """Order of memory and slots, smaller first. Constant while the request runs."""
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Whether one who waits may push out one who runs."""
+        """Whether a waiting request may take the slot and the blocks of a running one."""
 
-    def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
-        """The starvation bound: a request of tier `behind` that arrives at t is admitted before any request of tier
-        `ahead` that arrives later than t plus this many seconds (unless it steps aside for a prefix in flight)."""
+    def is_ahead(self, running: Request, waiting: Request) -> bool:
+        """Whether a waiting request waits for a prefix that this running one is computing."""
+
+
+class Fair:
+    """Guaranteed shares for the lower tiers, precedence of the higher ones for all the rest, fairness between tenants.
+
+    A waiting request preempts a lower tier, unless that tier is owed service: then it has had less than its share.
+    """
+
+    def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
+        self._ledger = FairLedger(normal_share, low_share)
+
+    @property
+    def ledger(self) -> FairLedger:
+        return self._ledger
+
+    def make_lane(self, priority: Priority) -> Lane:
+        return TenantLane(self._ledger.clocks[priority])
+
+    def key(self, request: Request) -> int:
+        return self._ledger.clocks[request.priority].time(request.tenant)
+
+    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - a tier does not age
+        return request.priority
+
+    def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
+        return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
+
+    def is_ahead(self, running: Request, waiting: Request) -> bool:
+        return running.priority <= waiting.priority
 
 
 class Aging:
-    """Tiers, and every `patience_s` of waiting is worth one tier."""
+    """Tiers, and every `patience_s` of waiting is worth one tier.
+
+    Aging as it is usually written, `effective = tier - waited / patience`, never changes the order of two waiting
+    requests: both age alike. So a waiting request keeps one constant key, a virtual deadline,
+
+        key = (start of this wait) - (earlier waits) + tier * patience
+
+    until its prompt is computed. Memory and slots go by urgency, the whole tiers of the same formula. Age is time spent
+    waiting, so the urgency of a running request is constant. A LOW backlog older than two patiences is ahead of every
+    new HIGH request: that is why `Fair` is the default.
+    """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        if not 0 <= patience_s <= 1e6:
-            raise InvalidRequest(f"{patience_s = } is not from 0 to 1e6 seconds")
+        if type(patience_s) not in (int, float) or not 0 <= patience_s <= 1e6:
+            raise InvalidRequest(f"{patience_s = } is not a number from 0 to 1e6 seconds")
         self.patience_s = patience_s
+        self.ledger = OpenLedger()
         self._patience_ns = round(patience_s * NS_PER_S)
+
+    def make_lane(self, priority: Priority) -> Lane:  # noqa: ARG002
+        return ArrivalLane(self.key)
 
     def key(self, request: Request) -> int:
         return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns
@@ -64,27 +107,60 @@ class Aging:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
+    def is_ahead(self, running: Request, waiting: Request) -> bool:
+        return (self.key(running), running.sequence) < (self.key(waiting), waiting.sequence)
+
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
+        """The starvation bound: a request of tier `behind` that arrives at t is admitted before any request of tier
+        `ahead` that arrives later than t plus this many seconds (unless it waits for a prefix in flight)."""
         return max(0, behind - ahead) * self.patience_s
 
 
 class Fcfs:
     """First come, first served; tiers mean nothing."""
 
+    def __init__(self) -> None:
+        self.ledger = OpenLedger()
+
+    def make_lane(self, priority: Priority) -> Lane:  # noqa: ARG002
+        return ArrivalLane(self.key)
+
     def key(self, request: Request) -> int:
         return request.arrived_ns
 
-    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - everyone is alike
+    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - all requests are alike
         return 0
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return False
 
+    def is_ahead(self, running: Request, waiting: Request) -> bool:
+        return (running.arrived_ns, running.sequence) < (waiting.arrived_ns, waiting.sequence)
+
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:  # noqa: ARG002
         return 0.0
 
 
+def make_policy(
+    name: str, patience_s: float | None = None, normal_share: float | None = None, low_share: float | None = None
+) -> Policy:
+    """The policy of that name. None: its own default. A value that means nothing under it is refused."""
+    if name not in POLICIES:
+        raise InvalidRequest(f"policy = {name!r} is not one of {', '.join(POLICIES)}")
+    if patience_s is not None and name != "aging":
+        raise InvalidRequest(f"{patience_s = } means something only under the policy aging, not under {name}")
+    shares = {"normal_share": normal_share, "low_share": low_share}
+    given = {key: value for key, value in shares.items() if value is not None}
+    if given and name != "fair":
+        field, value = next(iter(given.items()))
+        raise InvalidRequest(f"{field} = {value!r} means something only under the policy fair, not under {name}")
+    if patience_s is not None:
+        return Aging(patience_s)
+    return Fair(**given) if given else POLICIES[name]()
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
+    "fair": Fair,
     "aging": Aging,
     "fcfs": Fcfs,
 }

@@ -97,6 +97,19 @@ class TokenChain:
         self._keys = other._keys[:count]
         self._blocks = other._blocks[:count]
 
+    def num_common(self, other: TokenChain, known: int, most: int) -> int:
+        """How many of the first `most` full blocks two chains share, if they share the first `known`.
+
+        Chains that share a key share all keys before it, so this is a bisection.
+        """
+        while known < most:
+            middle = (known + most + 1) // 2
+            if self.key(middle - 1) == other.key(middle - 1):
+                known = middle
+            else:
+                most = middle - 1
+        return known
+
     def run(self, start: int, stop: int) -> bytes:
         """The tokens [start, stop), packed."""
         return pack_tokens(self._tokens[start:stop])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256
+MAX_TENANT = 256
 MIN_TEMPERATURE = 1e-4
 MIN_PENALTY = 1e-2
 
@@ -115,6 +116,11 @@ def check_salt(salt: str) -> None:
         raise InvalidRequest(f"salt = {salt!r} is not a printable string of at most {MAX_SALT} characters")
 
 
+def check_tenant(tenant: str) -> None:
+    if type(tenant) is not str or len(tenant) > MAX_TENANT:
+        raise InvalidRequest(f"tenant = {tenant!r:.80} is not a string of at most {MAX_TENANT} characters")
+
+
 def check_tokens(name: str, tokens: Sequence[int]) -> array[int]:
     """Returns the token ids as 32-bit words, in a new array."""
     if isinstance(tokens, array) and tokens.typecode == "I":
@@ -182,10 +188,12 @@ class Request:
         "epoch",
         "finish_reason",
         "is_prefix_waiting",
+        "last_step",
         "num_cached_tokens",
         "num_computed",
         "num_in_flight",
         "num_planned",
+        "num_preempted_at",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
@@ -198,6 +206,7 @@ class Request:
         "slot",
         "state",
         "stop_ids",
+        "tenant",
         "token_limit",
         "tokens",
         "urgency",
@@ -212,9 +221,11 @@ class Request:
         *,
         priority: Priority = Priority.NORMAL,
         salt: str = "",
+        tenant: str = "",
         parent: Request | None = None,
     ) -> None:
         check_salt(salt)
+        check_tenant(tenant)
         self.request_id = request_id
         # All known tokens: the prompt, then what was sampled. It only ever grows. 32-bit words instead of a list: a
         # prompt of 128k tokens is copied, compared and hashed without an object for each.
@@ -226,6 +237,7 @@ class Request:
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.priority = Priority(priority)
         self.salt = salt  # requests with different salts share nothing
+        self.tenant = tenant  # who pays: tenants of one tier share it fairly
         self.parent = parent  # whose blocks to share while it runs (n > 1, branches)
 
         self.state = RequestState.NEW
@@ -239,6 +251,8 @@ class Request:
         self.waited_ns = 0  # time spent in all waits that are over
         self.is_prefix_waiting = False
         self.num_preemptions = 0
+        self.num_preempted_at = -1  # the most tokens it had computed when it was preempted
+        self.last_step = 0  # the planner's number of the last step in which a turn gave it tokens
 
         self.chain: TokenChain | None = None  # names of this request's blocks in the prefix tree
         self.token_limit = 0  # prompt and answer together
@@ -257,6 +271,11 @@ class Request:
         return len(self.tokens) + self.num_in_flight
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether it has computed more than when it was last preempted: if not, it is not preempted again."""
+        return self.num_computed > self.num_preempted_at
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
@@ -268,11 +287,15 @@ class Request:
         """Another sample of the same prompt (n > 1): it shares the prompt's blocks and draws its own random numbers."""
         sampling = replace(self.sampling, sample_index=sample_index)
         prompt = self.tokens[: self.num_prompt_tokens]
-        return Request(request_id, prompt, sampling, priority=self.priority, salt=self.salt, parent=self)
+        return Request(
+            request_id, prompt, sampling, priority=self.priority, salt=self.salt, tenant=self.tenant, parent=self
+        )
 
     def branch(self, request_id: int, sampling: SamplingParams) -> Request:
         """A new request that goes on from everything known here, prompt and answer."""
-        return Request(request_id, self.tokens, sampling, priority=self.priority, salt=self.salt, parent=self)
+        return Request(
+            request_id, self.tokens, sampling, priority=self.priority, salt=self.salt, tenant=self.tenant, parent=self
+        )
 
     def __repr__(self) -> str:
         return (

@@ -50,7 +50,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # alive, by id
         self.requests = MappingProxyType(self._requests)  # all that run or wait, by id: a view
         self._running = RunningSet(max_seqs, cache)
-        self._waiting = WaitingQueue(policy, max_waiting)
+        self._waiting = WaitingQueue(policy.make_lane, max_waiting)
         self._planner = Planner(
             cache,
             policy,
@@ -113,6 +113,7 @@ class Scheduler:
         max_tokens = request.sampling.max_tokens or self.max_context
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
         self._requests[request.request_id] = request
+        self.policy.ledger.arrive(request)
         self._waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 

@@ -1,107 +1,180 @@
-"""The waiting queue: bounded, ordered by the policy across tiers and by arrival within one, with cancellation."""
+"""The waiting queue: bounded, a lane for each tier, with cancellation and with a place for prefix waiters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Collection, Iterator
+from heapq import heappop, heappush
+from typing import Protocol
 
-from quire.core.policy import Policy
-from quire.core.request import Priority, Request
+from quire.core.heap import Key, RequestHeap
+from quire.core.request import Priority, Request, RequestState
 from quire.errors import InvalidRequest, QueueFull
 
-Key = tuple[int, int]  # the policy's key, then order of arrival
+
+class Lane(Protocol):
+    """The waiting requests of one tier, in the order in which they are admitted. O(log n) for everything."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def push(self, request: Request) -> None: ...
+
+    def remove(self, request: Request) -> None: ...
+
+    def first(self) -> tuple[Key, Request]:
+        """The next request and its key; there must be one."""
 
 
-class _Heap:
-    """Requests by a key. A removed one is forgotten at once and leaves the heap when it surfaces, or when half the heap
-    is such entries: O(log n) for everything."""
+class ArrivalLane:
+    """First come, first served, as early as the smallest key in the lane allows.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Request]] = []
-        self._live: dict[int, int] = {}  # request id -> number of its live entry
-        self._num_pushes = 0  # unique, so entries never compare requests
+    A preempted request comes back with a larger key than it had, because it has been served. Requests of its tier that
+    arrived later must not overtake it for that reason.
+    """
 
-    def push(self, key: Key, request: Request) -> None:
-        self._num_pushes += 1
-        self._live[request.request_id] = self._num_pushes
-        heappush(self._heap, (key, self._num_pushes, request))
+    def __init__(self, key: Callable[[Request], int]) -> None:
+        self._key = key
+        self._by_arrival = RequestHeap()
+        self._by_key = RequestHeap()
 
-    def first(self) -> tuple[Key, int, Request]:
-        """The entry with the smallest key; there must be one."""
-        heap, live = self._heap, self._live
-        while live.get(heap[0][2].request_id) != heap[0][1]:
-            heappop(heap)
-        return heap[0]
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_arrival)
+
+    def push(self, request: Request) -> None:
+        self._by_arrival.push((request.sequence, 0), request)
+        self._by_key.push((self._key(request), request.sequence), request)
 
     def remove(self, request: Request) -> None:
-        del self._live[request.request_id]
-        if self._heap[0][2] is request:
-            heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._live) + 16:
-            live = self._live
-            self._heap = [entry for entry in self._heap if live.get(entry[2].request_id) == entry[1]]
-            heapify(self._heap)
+        self._by_arrival.remove(request)
+        self._by_key.remove(request)
+
+    def first(self) -> tuple[Key, Request]:
+        return self._by_key.first()[0], self._by_arrival.first()[1]
 
 
-class _Lane:
-    """One tier: served in the order of arrival, and as early as the smallest key in it allows.
+class PrefixWaiters:
+    """Requests that wait while a running request, their owner, computes the prefix they share.
 
-    A preempted request comes back with a larger key than it had, for it has been served; those of its tier who arrived
-    later must not pass it for that.
+    Each is looked at twice, when it begins to wait and when it stops. A step asks the owners only.
     """
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
-        self.by_arrival = _Heap()
-        self.by_key = _Heap()
+        # Epoch of an owner, and whether its own children wait -> the owner, and a heap of (tokens to compute, number,
+        # waiter)
+        self._groups: dict[tuple[int, bool], tuple[Request, list[tuple[int, int, Request]]]] = {}
+        self._parked: dict[int, int] = {}  # id of a waiter -> number of its entry
+        self.counts = dict.fromkeys(Priority, 0)  # waiters of each tier
+        self._num_parked = 0  # so far: a unique number for each
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._parked
+
+    def __iter__(self) -> Iterator[Request]:
+        for _, heap in self._groups.values():
+            yield from (waiter for _, number, waiter in heap if self._parked.get(waiter.request_id) == number)
+
+    def park(self, request: Request, owner: Request, num_tokens: int) -> None:
+        """Wait until the owner has computed so many tokens, or is gone."""
+        self._num_parked += 1
+        self._parked[request.request_id] = self._num_parked
+        self.counts[request.priority] += 1
+        _, heap = self._groups.setdefault((owner.epoch, request.parent is owner), (owner, []))
+        heappush(heap, (num_tokens, self._num_parked, request))
+
+    def remove(self, request: Request) -> None:
+        del self._parked[request.request_id]
+        self.counts[request.priority] -= 1
+
+    def pop_ready(self, can_share: Callable[[Request], bool]) -> list[Request]:
+        """Waiters whose prefix is there, or will not be: the owner is gone, or will not publish it (`can_share`).
+
+        A child takes the blocks from its parent's table and does not need them published.
+        """
+        ready: list[Request] = []
+        for (epoch, is_parent), (owner, heap) in list(self._groups.items()):
+            is_owner = owner.epoch == epoch and owner.state is RequestState.RUNNING
+            is_owner = is_owner and (is_parent or can_share(owner))
+            while heap and (not is_owner or heap[0][0] <= owner.num_computed):
+                _, number, waiter = heappop(heap)
+                if self._parked.get(waiter.request_id) == number:
+                    self.remove(waiter)
+                    ready.append(waiter)
+            if not heap:
+                del self._groups[epoch, is_parent]
+        return ready
 
 
 class WaitingQueue:
-    def __init__(self, policy: Policy, max_requests: int) -> None:
+    def __init__(self, make_lane: Callable[[Priority], Lane], max_requests: int) -> None:
         if max_requests < 1:
             raise InvalidRequest(f"{max_requests = } is less than 1")
         self.max_requests = max_requests
-        self._policy = policy
-        self._lanes = {priority: _Lane() for priority in Priority}
-        self.num_tokens = 0  # known tokens of all who wait, for whoever bounds the queue by them
+        self._lanes = {priority: make_lane(priority) for priority in Priority}
+        self.prefix_waiters = PrefixWaiters()
+        self._ids: set[int] = set()
+        self.num_tokens = 0  # known tokens of all waiting requests
 
     def __len__(self) -> int:
-        return sum(len(lane.requests) for lane in self._lanes.values())
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """In no particular order; prefix waiters included."""
         for lane in self._lanes.values():
-            yield from lane.requests.values()
+            yield from lane
+        yield from self.prefix_waiters
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._lanes[request.priority].requests
+        return request.request_id in self._ids
+
+    def num_prefix_waiters(self, priority: Priority) -> int:
+        """Of this tier and those above it."""
+        return sum(count for tier, count in self.prefix_waiters.counts.items() if tier <= priority)
+
+    def num_ready(self, priority: Priority) -> int:
+        """Requests of a tier that could start now: prefix waiters are not among them."""
+        return len(self._lanes[priority])
 
     def check_room(self) -> None:
         if len(self) >= self.max_requests:
             raise QueueFull(f"{len(self)} requests wait already, which is the limit")
 
     def push(self, request: Request) -> None:
-        """Queue at its policy key. `check_room` is for those who arrive: work pushed back has been let in."""
-        lane = self._lanes[request.priority]
-        lane.requests[request.request_id] = request
-        lane.by_arrival.push((request.sequence, 0), request)
-        lane.by_key.push((self._policy.key(request), request.sequence), request)
+        """Queue a request. `check_room` is for arrivals: a preempted request always comes back."""
+        self._ids.add(request.request_id)
+        self._lanes[request.priority].push(request)
         self.num_tokens += len(request.tokens)
 
-    def head(self) -> tuple[Key, Request] | None:
-        """Who is next, and with what key: the smallest of its lane."""
-        best: tuple[Key, Request] | None = None
-        for lane in self._lanes.values():
-            if lane.requests:
-                key = lane.by_key.first()[0]
-                if best is None or key < best[0]:
-                    best = key, lane.by_arrival.first()[2]
-        return best
+    def head(self, tiers: Collection[Priority] = tuple(Priority)) -> tuple[Key, Request] | None:
+        """The next request of these tiers, with its key."""
+        heads = [self._lanes[priority].first() for priority in tiers if self._lanes[priority]]
+        return min(heads, key=_key_of) if heads else None
+
+    def park(self, request: Request, owner: Request, num_tokens: int) -> None:
+        """Let a request wait for a prefix in flight: until `owner` has computed so many tokens."""
+        self._lanes[request.priority].remove(request)
+        self.prefix_waiters.park(request, owner, num_tokens)
+
+    def unpark(self, can_share: Callable[[Request], bool]) -> None:
+        """Put prefix waiters back into their lanes whose wait is over."""
+        for request in self.prefix_waiters.pop_ready(can_share):
+            self._lanes[request.priority].push(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
-        lane = self._lanes[request.priority]
-        del lane.requests[request.request_id]
-        lane.by_arrival.remove(request)
-        lane.by_key.remove(request)
+        """Take a request out, wherever it is."""
+        self._ids.remove(request.request_id)
+        if request in self.prefix_waiters:
+            self.prefix_waiters.remove(request)
+        else:
+            self._lanes[request.priority].remove(request)
         self.num_tokens -= len(request.tokens)
+
+
+def _key_of(head: tuple[Key, Request]) -> Key:
+    return head[0]

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ from quire.backends.machine import has_nvidia
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Observer, ignore
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import POLICIES, Aging
+from quire.core.policy import make_policy
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, MissingExtra, QuireError
@@ -47,7 +47,9 @@ class Scheduling:
     """All that decides who runs when, and in how much memory: the simulator takes the same."""
 
     policy: str
-    patience_s: float | None  # None: the policy's own
+    patience_s: float | None  # None, here and below: the policy's own
+    normal_share: float | None
+    low_share: float | None
     num_blocks: int  # the null block included
     block_size: int
     max_seqs: int
@@ -56,6 +58,7 @@ class Scheduling:
     max_chunk_tokens: int
     max_waiting: int
     is_caching: bool
+    has_costly_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,10 @@ class EngineConfig:
     max_step_tokens: int | None = None
     max_chunk_tokens: int | None = None
     max_waiting: int = 4096
-    policy: str = "aging"
+    policy: str = "fair"
     patience_s: float | None = None
+    normal_share: float | None = None
+    low_share: float | None = None
     is_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -87,8 +92,7 @@ class EngineConfig:
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.precision not in PRECISIONS:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        if self.policy not in POLICIES:
-            raise InvalidRequest(f"policy = {self.policy!r} is not one of {', '.join(POLICIES)}")
+        make_policy(self.policy, self.patience_s, self.normal_share, self.low_share)  # refuses what cannot be
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name, low in (("num_threads", 1), ("num_blocks", 2), ("kv_bytes", 1), ("max_context", 2)):
@@ -103,16 +107,14 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
         if type(self.is_caching) is not bool:
             raise InvalidRequest(f"is_caching = {self.is_caching!r} is not true or false")
-        if self.patience_s is not None:
-            if type(self.patience_s) not in (int, float):
-                raise InvalidRequest(f"patience_s = {self.patience_s!r} is not a number of seconds")
-            Aging(self.patience_s)  # refuses what is out of range
 
     def scheduling(self, capacity: Capacity) -> Scheduling:
         """What the scheduler of an engine with that capacity is given."""
         return Scheduling(
             policy=self.policy,
             patience_s=self.patience_s,
+            normal_share=self.normal_share,
+            low_share=self.low_share,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             max_seqs=capacity.max_seqs,
@@ -121,6 +123,7 @@ class EngineConfig:
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
             max_waiting=self.max_waiting,
             is_caching=self.is_caching,
+            has_costly_rows=capacity.has_costly_rows,
         )
 
     def backend_options(self) -> BackendOptions:
@@ -183,11 +186,15 @@ def import_backend(config: EngineConfig) -> ModuleType:
         raise MissingExtra.of(f"the {name} backend", error.name) from error
 
 
-def make_scheduler(runner: Runner, config: EngineConfig, observe: Observer = ignore) -> Scheduler:
-    given = config.scheduling(runner.capacity())
-    policy = POLICIES[given.policy]()
-    if given.patience_s is not None and isinstance(policy, Aging):
-        policy = Aging(given.patience_s)
+def make_scheduler(
+    runner: Runner, config: EngineConfig, observe: Observer = ignore, *, num_blocks: int | None = None
+) -> Scheduler:
+    """`num_blocks`: fewer than the runner has, for a scheduler that serves little."""
+    capacity = runner.capacity()
+    if num_blocks is not None:
+        capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))
+    given = config.scheduling(capacity)
+    policy = make_policy(given.policy, given.patience_s, given.normal_share, given.low_share)
     # A secret root: nobody can prepare tokens whose chain keys collide with another tenant's.
     cache = KVCacheManager(
         given.num_blocks,

@@ -80,6 +80,7 @@ class Engine:
         *,
         priority: Priority = Priority.NORMAL,
         salt: str = "",
+        tenant: str = "",
         parent_id: int | None = None,
         pins: Sequence[PinPrefix] = (),
         matcher: Matcher | None = None,
@@ -92,7 +93,7 @@ class Engine:
         """
         prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
-        request = Request(request_id, prompt, sampling, priority=priority, salt=salt, parent=parent)
+        request = Request(request_id, prompt, sampling, priority=priority, salt=salt, tenant=tenant, parent=parent)
         self.scheduler.add(request, self.clock())
         self._requests[request_id] = request
         if pins:

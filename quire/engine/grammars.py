@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
-from quire.engine.json_form import EndingJson, EndingJsonInText, JsonTokens
 from quire.engine.masking import GrammarFailed, Matcher
 from quire.engine.model import make_tokenizer
 from quire.errors import InvalidRequest, MissingExtra, QuireError
-from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind, bound_times
+from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind
 from quire.text.tokenizer import Tokenizer
 from quire.weights.opening import open_checkpoint
 
@@ -134,22 +133,18 @@ def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int,
 class Compiled:
     """A grammar before the first token."""
 
-    def __init__(
-        self, start: llguidance.LLMatcher, words: Words, num_bytes: int, ending: type[EndingJson] | None
-    ) -> None:
+    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
         self._start = start
-        self._words = words
-        self._ending = ending  # how its JSON comes to an end; None: it has none that we know of
+        self._mask_bytes = mask_bytes
         self.num_bytes = num_bytes  # of memory, about
 
     def matcher(self) -> Matcher:
         """For one answer."""
-        matcher = _LLMatcher(self._start.deep_copy(), self._words.mask_bytes, family=self)
-        return matcher if self._ending is None else self._ending(matcher, self._words.of_json)
+        return _LLMatcher(self._start.deep_copy(), self._mask_bytes, family=self)
 
 
 class _LLMatcher:
-    """`quire.engine.masking.Matcher`, by llguidance."""
+    """`quire.engine.masking.Matcher`, by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
 
     __slots__ = ("_mask_bytes", "_matcher", "family")
 
@@ -185,13 +180,11 @@ def _panics_told() -> Iterator[None]:
 
 
 class Words:
-    """A vocabulary as llguidance asks for it, and what we want to know of it ourselves."""
+    """A vocabulary as llguidance asks for it."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self._tokenizer = tokenizer
         self.tokens = vocabulary.tokens
-        self.mask_bytes = -(-len(self.tokens) // 8)
-        self.of_json = JsonTokens(self.tokens)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = vocabulary.special_token_ids
@@ -216,9 +209,9 @@ class _Compiler:
             slices=SLICES,
         )
         self._library = llguidance
-        self._words = Words(tokenizer, vocabulary)
+        self._mask_bytes = -(-vocab_size // 8)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(self._words),
+            llguidance.TokenizerWrapper(Words(tokenizer, vocabulary)),
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids),
             slices=list(vocabulary.slices),
@@ -235,11 +228,7 @@ class _Compiler:
                 raise InvalidRequest(f"grammar: {tell(start.get_error())}")
             start.compute_bitmask()  # what it computes, the copies need not
         # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
-        num_bytes = (128 << 10) + 50 * len(grammar.source)
-        ending = EndingJsonInText if grammar.has_json else None
-        return Compiled(
-            start, self._words, num_bytes, EndingJson if grammar.kind is GrammarKind.JSON_SCHEMA else ending
-        )
+        return Compiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * len(grammar.source))
 
     def close(self) -> None:
         self._trial.close()
@@ -253,6 +242,6 @@ class _Compiler:
             return matcher.grammar_from_lark(grammar.source)
         options: Any = {**JSON_STYLE, "lenient": grammar.is_lenient, "coerce_one_of": grammar.is_lenient}
         try:
-            return matcher.grammar_from_json_schema(bound_times(json.loads(grammar.source)), overrides=options)
+            return matcher.grammar_from_json_schema(json.loads(grammar.source), overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"grammar: {tell(str(error))}") from None

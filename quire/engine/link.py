@@ -115,6 +115,7 @@ class Link:
                 request.salt,
                 request.pins,
                 request.grammar,
+                request.tenant,
             )
         )
         self._alive |= {request_id: (generation, index) for index, request_id in enumerate(ids)}

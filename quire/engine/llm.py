@@ -230,6 +230,7 @@ class _Run:
                     request.sampling.sample(index),
                     priority=request.priority,
                     salt=request.salt,
+                    tenant=request.tenant,
                     parent_id=self._parents.get(number),
                     pins=() if index else request.pins,
                     matcher=None if compiled is None else compiled.matcher(),

@@ -224,14 +224,13 @@ class Manager:
         self.refuse()
         await asyncio.gather(*(self._close(seat) for seat in self.seats if seat.is_loaded))
 
-    def eta_s(self, seat: Seat, progress: float | None) -> float | None:
-        """Until it is ready, as far as can be said: by how much is loaded, else by how long it took last time."""
+    def eta_s(self, seat: Seat, reading_s: float | None) -> float | None:
+        """Seconds until it is ready: by how long the last load took, else `reading_s`, what its weights still take."""
         if seat.began_s is None:
             return seat.load_s
-        gone_s = time.monotonic() - seat.began_s
         if seat.load_s is not None:
-            return max(seat.load_s - gone_s, 0.0)
-        return gone_s * (1 - progress) / progress if progress else None
+            return max(seat.load_s - (time.monotonic() - seat.began_s), 0.0)
+        return reading_s
 
     # Loading
 

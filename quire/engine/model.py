@@ -86,6 +86,7 @@ class ModelText:
         *,
         priority: Priority = Priority.NORMAL,
         salt: str = "",
+        tenant: str = "",
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
@@ -99,6 +100,7 @@ class ModelText:
             skip_special=params.skip_special,
             priority=priority,
             salt=salt,
+            tenant=tenant,
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tokens
+from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar
 from quire.text.stop_strings import StopStrings
@@ -144,6 +144,7 @@ class GenerationRequest:
     shown_special: frozenset[int] = frozenset()  # control tokens that stay in the text: whoever reads it needs them
     priority: Priority = Priority.NORMAL
     salt: str = ""
+    tenant: str = ""  # who asks: tenants of one tier share it fairly
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
     packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt, as engines take it
@@ -152,6 +153,7 @@ class GenerationRequest:
         """The last door before an engine: what passes here disturbs nobody else's step."""
         object.__setattr__(self, "packed", PackedPrompt.of(self.prompt))
         check_salt(self.salt)
+        check_tenant(self.tenant)
         _check_samples(self.n)
         if not isinstance(self.priority, Priority):
             raise InvalidRequest(f"priority = {self.priority!r} is not one of {', '.join(Priority.__members__)}")

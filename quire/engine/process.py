@@ -167,7 +167,8 @@ class WorkerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes where it hangs to stderr
-        self.end(f"gave no sign of life for {self._limit_s:g} s and was ended", grace_s=1.0)
+        limit_s = max(self._limit_s, self._announced_s)
+        self.end(f"gave no sign of life for {limit_s:g} s and was ended", grace_s=1.0)
 
     async def _report(self, reason: str, grace_s: float) -> None:
         code = await self._wait_or_kill(grace_s)

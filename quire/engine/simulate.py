@@ -15,7 +15,8 @@ from math import ceil
 from quire.core.block import BLOCK_SIZE
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.kv_cache import CacheStats, KVCacheManager
-from quire.core.policy import NS_PER_S, POLICIES, Aging
+from quire.core.ledger import StepCost
+from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
@@ -41,6 +42,11 @@ class StepTime:
         if self.base_ms == self.token_us == 0:
             raise InvalidRequest("base_ms and token_us are both 0: steps would take no time")
 
+    @property
+    def cost(self) -> StepCost:
+        """As the scheduler is told it, where rows cost time."""
+        return StepCost(round(self.base_ms * 1e6), max(1, round(self.token_us * 1e3)))
+
     def step_ns(self, plan: StepPlan) -> int:
         context = sum(piece.start + piece.length for piece in plan.slices)
         return round(self.base_ms * 1e6 + self.token_us * 1e3 * plan.num_tokens + self.context_us * 1e3 * context)
@@ -50,11 +56,12 @@ class StepTime:
 class Machine:
     step_time: StepTime
     kv_bytes: int  # of KV cache, a token
+    has_costly_rows: bool = False
 
 
 # Estimates from the figures in docs/performance.md; a user's own machine is four options away.
 MACHINES: dict[str, Machine] = {
-    "cpu-smollm2-135m": Machine(StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0), kv_bytes=23_040),
+    "cpu-smollm2-135m": Machine(StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0), 23_040, has_costly_rows=True),
     "h200-qwen3-0.6b": Machine(StepTime(base_ms=1.3, token_us=2.0, context_us=0.028), kv_bytes=114_688),
     "h200-llama3-8b": Machine(StepTime(base_ms=4.9, token_us=24.0, context_us=0.032), kv_bytes=131_072),
 }
@@ -62,8 +69,10 @@ MACHINES: dict[str, Machine] = {
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    policy: str = "aging"
-    patience_s: float | None = None  # None: the policy's own
+    policy: str = "fair"
+    patience_s: float | None = None  # None, here and below: the policy's own
+    normal_share: float | None = None
+    low_share: float | None = None
     num_blocks: int = 2048
     block_size: int = BLOCK_SIZE
     max_seqs: int = 64
@@ -72,13 +81,10 @@ class SimConfig:
     max_waiting: int = 100_000
     is_caching: bool = True
     max_context: int | None = None  # None: all that the pool can hold
+    has_costly_rows: bool = False  # as on a CPU: a step may leave out requests of lower tiers
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
-        if self.policy not in POLICIES:
-            raise InvalidRequest(f"policy = {self.policy!r} is not one of {', '.join(POLICIES)}")
-        policy = POLICIES[self.policy]()
-        if self.patience_s is not None and isinstance(policy, Aging):
-            policy = Aging(self.patience_s)
+        policy = make_policy(self.policy, self.patience_s, self.normal_share, self.low_share)
         cache = KVCacheManager(self.num_blocks, self.block_size, is_caching=self.is_caching, observe=observe)
         return Scheduler(
             cache,
@@ -106,6 +112,7 @@ class RequestRecord:
 
     priority: Priority
     arrival_s: float
+    tenant: str = ""
     wait_s: float | None = None  # until it was first admitted
     ttft_s: float | None = None
     finish_s: float | None = None
@@ -183,7 +190,9 @@ class _Simulation:
 
     def run(self) -> SimReport:
         self.scheduler = self.config.make_scheduler(self._observe)
-        self.records = [RequestRecord(one.priority, one.arrival_s) for one in self.trace]
+        if self.config.has_costly_rows:
+            self.scheduler.policy.ledger.cost = self.step_time.cost
+        self.records = [RequestRecord(one.priority, one.arrival_s, one.tenant) for one in self.trace]
         for number, one in enumerate(self.trace):
             if one.cancel_after_s is not None:
                 self.cancels.append((_ns(one.arrival_s + one.cancel_after_s), number))
@@ -229,7 +238,9 @@ class _Simulation:
                 break
             self.next_arrival += 1
             sampling = SamplingParams(max_tokens=one.output_tokens)
-            request = Request(number, one.prompt_ids(number), sampling, priority=one.priority, salt=one.salt)
+            request = Request(
+                number, one.prompt_ids(number), sampling, priority=one.priority, salt=one.salt, tenant=one.tenant
+            )
             try:
                 self.scheduler.add(request, _ns(one.arrival_s))
             except ContextTooLong:

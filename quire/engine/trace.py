@@ -10,6 +10,7 @@ A line of a trace is an object with these fields:
     prompt           optional, in place of prompt_tokens and shared: the token ids themselves
     priority         optional: HIGH, NORMAL (default) or LOW
     salt             optional: requests with different salts share nothing
+    tenant           optional: tenants of one tier share it fairly
     cancel_after_s   optional: the client goes away this long after arriving
 
 The lines of the public Mooncake traces (timestamp in ms, input_length, output_length, hash_ids of 512 tokens each) are
@@ -48,6 +49,7 @@ class TraceRequest:
     priority: Priority = Priority.NORMAL
     salt: str = ""
     cancel_after_s: float | None = None
+    tenant: str = ""
 
     def prompt_ids(self, number: int) -> list[int]:
         """The prompt of request `number` of a trace: its shared parts, then text nobody else has."""
@@ -178,6 +180,7 @@ def _parse(line: _Line) -> TraceRequest:
         prompt=prompt,
         priority=_priority(line),
         salt=line.string("salt"),
+        tenant=line.string("tenant"),
         cancel_after_s=line.seconds("cancel_after_s") if "cancel_after_s" in line.fields else None,
     )
     line.finish(TraceRequest.__dataclass_fields__)
@@ -239,10 +242,7 @@ def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: flo
     Arrivals are Poisson with bursts. Chats are HIGH and share a system prompt, one-offs NORMAL, batch jobs LOW and
     long. `rate` is requests per second.
     """
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise InvalidRequest(f"requests = {num_requests} is not from 1 to {MAX_REQUESTS}")
-    if not 1e-6 <= rate <= 1e6:
-        raise InvalidRequest(f"{rate = } is not from 1e-6 to 1e6 requests per second")
+    check_synthetic(num_requests, rate)
     random = Random(seed)
     chats: list[tuple[tuple[str, int], ...]] = []
     requests: list[TraceRequest] = []
@@ -260,6 +260,13 @@ def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: flo
             answer = random.randint(50, 400)
             requests.append(TraceRequest(now_s, length, answer, shared=(document,), priority=Priority.LOW))
     return requests
+
+
+def check_synthetic(num_requests: int, rate: float) -> None:
+    if not 1 <= num_requests <= MAX_REQUESTS:
+        raise InvalidRequest(f"requests = {num_requests} is not from 1 to {MAX_REQUESTS}")
+    if not 1e-6 <= rate <= 1e6:
+        raise InvalidRequest(f"{rate = } is not from 1e-6 to 1e6 requests per second")
 
 
 def _chat_turn(random: Random, number: int, now_s: float, chats: list[tuple[tuple[str, int], ...]]) -> TraceRequest:

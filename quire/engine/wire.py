@@ -42,6 +42,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     salt: str
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
+    tenant: str = ""
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

@@ -29,6 +29,7 @@ from quire.engine.collector import calm_collector
 from quire.engine.compiling import SIGN_OF_LIFE_S, Compilations
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.grammars import Compiled, Grammars, open_grammars
+from quire.engine.pace import NO_WORK, Pace, Work, work_of
 from quire.engine.wire import (
     MAX_RUNNING_TOLD,
     Add,
@@ -67,7 +68,9 @@ from quire.errors import InvalidRequest, InvariantViolation, QuireError
 AUDIT_AFTER_S = 1.0  # without work
 LONG_STEP_S = 3.0  # a step predicted to take longer is announced
 PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
-WARM_UP_TOKENS = 8
+MAX_PATIENCE_S = 300.0  # and no more: the SDKs give up after 600 s, and a hang should be found well before that
+WARM_UP_TOKENS = 8  # of the prompt
+WARM_UP_ANSWER = 2
 MAX_LOOKED_AT = 500  # blocks at once, by the map or an audit: one to two milliseconds
 QUESTIONS = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # change nothing in the core
 
@@ -96,20 +99,6 @@ class Observer:
         return admitted
 
 
-class Pace:
-    """How long a step will take, from how long steps took: by the tokens they compute."""
-
-    def __init__(self) -> None:
-        self._token_s = 0.0
-
-    def predict_s(self, num_tokens: int) -> float:
-        return self._token_s * num_tokens
-
-    def learn(self, num_tokens: int, took_s: float) -> None:
-        if num_tokens:
-            self._token_s = max(took_s / num_tokens, 0.9 * self._token_s)
-
-
 class Worker:
     """`observer` is the one the engine's scheduler was made with. Without `grammars` it takes none."""
 
@@ -118,7 +107,8 @@ class Worker:
         self._engine = engine
         self._observer = observer
         self._pace = Pace()
-        self._num_step_tokens = 0
+        self._planned = NO_WORK  # by the last plan
+        self._running = NO_WORK  # enqueued by the call of `step` before, where a step is in flight
         self._started: tuple[Started, ...] = ()  # in the step that runs
         self._num_steps = 0
         self._num_violations = 0
@@ -146,13 +136,20 @@ class Worker:
         }
 
     def warm_up(self) -> None:
-        """Two tokens of nothing: the first step of a run is slow, and the pace of steps must be known to judge them."""
+        """Run a few steps: the first is slow, and the pace of the others must be known to judge them.
+
+        The first is as small as a decode, so that a faster one of its size follows, which then counts.
+        The scheduler is a separate one with just enough blocks, so the worker's own books show no trace of it.
+        """
         runner = self._engine.runner
-        spare = Engine(runner, make_scheduler(runner, EngineConfig()), on_plan=self._note)  # no trace in our books
-        num_tokens = min(WARM_UP_TOKENS, spare.scheduler.max_context - 1)
-        spare.add(0, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=2))
-        while spare.has_work:
-            self._timed_step(spare)
+        num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # and the null block
+        scheduler = make_scheduler(runner, EngineConfig(is_caching=False), num_blocks=num_blocks)
+        spare = Engine(runner, scheduler, on_plan=self._note)
+        runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_context - 1), WARM_UP_ANSWER))
+        for request_id, (num_tokens, num_outputs) in enumerate(runs):
+            spare.add(request_id, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=num_outputs))
+            while spare.has_work:
+                self._timed_step(spare)
 
     def run(self, waiting: Sequence[ToWorker] = ()) -> None:
         """Until the other side goes away."""
@@ -199,20 +196,26 @@ class Worker:
     # Steps
 
     def _step(self) -> None:
-        outputs, took_s = self._timed_step(self._engine)
+        outputs, done, took_s = self._timed_step(self._engine)
         self._num_steps += 1
         self._note_change()
-        self._channel.send(Stepped(tuple(outputs), self._started, self._num_step_tokens, took_s))
+        self._channel.send(Stepped(tuple(outputs), self._started, done.num_tokens, took_s))
 
-    def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], float]:
+    def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], Work, float]:
+        """With what was computed: this plan, or where one step is in flight the plan before it."""
         start_s = time.monotonic()
         outputs = engine.step()
         took_s = time.monotonic() - start_s
-        self._pace.learn(self._num_step_tokens, took_s)
-        return outputs, took_s
+        done = self._planned
+        if engine.capacity.has_overlap:
+            done, self._running = self._running, self._planned
+        self._pace.learn(done, took_s)
+        if engine.capacity.has_costly_rows:
+            self._engine.scheduler.policy.ledger.cost = self._pace.cost()
+        return outputs, done, took_s
 
     def _note(self, plan: StepPlan) -> None:
-        self._num_step_tokens = plan.num_tokens
+        self._planned = work_of(plan)
 
     def _announce(self, plan: StepPlan) -> None:
         """Before a step runs: who begins in it, and that it will be long."""
@@ -220,9 +223,9 @@ class Worker:
         self._started = tuple(self._describe(event) for event in self._observer.pop_admitted())
         if self._started:
             self._channel.send(Begun(self._started))
-        predicted_s = self._pace.predict_s(plan.num_tokens)
+        predicted_s = self._pace.predict_s(self._running) + self._pace.predict_s(self._planned)
         if predicted_s > LONG_STEP_S:
-            self._channel.send(Working(PATIENCE_FACTOR * predicted_s))
+            self._channel.send(Working(min(PATIENCE_FACTOR * predicted_s, MAX_PATIENCE_S)))
 
     def _describe(self, event: Admitted) -> Started:
         request = self._engine.scheduler.get(event.request_id)
@@ -292,6 +295,7 @@ class Worker:
                     message.sampling.sample(index),
                     priority=message.priority,
                     salt=message.salt,
+                    tenant=message.tenant,
                     parent_id=message.request_ids[0] if index else None,
                     pins=() if index else message.pins,
                     matcher=None if compiled is None else compiled.matcher(),

@@ -249,7 +249,7 @@ class Path:
                 call.headers["allow"] = ", ".join(sorted(self._endpoints))
                 raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here")
             if endpoint.generates:
-                call.models.check_open()
+                call.models.check_open(call.key)
             return await endpoint.handler(call)
 
         return handle

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
 
@@ -19,60 +20,73 @@ MINUTE_S = 60.0
 class Ticket:
     """A place in the queue. `start` gives it up for a place on the machine, `leave` for good; both may be repeated."""
 
-    def __init__(self, door: Door, num_requests: int) -> None:
-        self._door = door
+    def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
+        self._queue = queue
+        self.priority = priority
+        self.tenant = tenant
         self.num_requests = num_requests
         self.num_tokens = 0
         self._is_waiting = True
 
     def grow(self, num_tokens: int) -> None:
         """The prompts have been tokenised: they are so long. Refused, the ticket stays as it was."""
-        self._door.check_tokens(self, num_tokens)
+        self._queue.grow(self, num_tokens)
         self.num_tokens += num_tokens
-        self._door.num_tokens += num_tokens
 
     def start(self) -> None:
         if self._is_waiting:
-            self._door.started(self)
+            self._queue.started(self)
         self.leave()
 
     def leave(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._door.left(self)
+            self._queue.left(self)
 
 
-class Door:
-    """Counts what waits, by requests and by tokens, and the rate at which the machine takes it."""
+class TierQueue:
+    """What waits in one tier, by requests and by tokens, and the rate at which the machine takes it.
 
-    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    A full queue refuses the tenants that hold at least an equal part of it. A tenant that holds less is let in: one
+    tenant must not be able to shut out the others.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float]) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
+        self._held: dict[str, tuple[int, int]] = {}  # tenant -> requests and tokens that wait
         self._starts: deque[tuple[float, int]] = deque()  # when, how many requests
 
-    def check(self) -> None:
-        """Before anything is read or tokenised: is there room for one more at all?"""
-        if self.num_requests >= self.max_requests:
-            raise self._refusal(f"{self.num_requests} requests wait already, which is the limit", "queue_full")
-        if self.num_tokens >= self.max_tokens:
+    def check(self, tenant: str, num_requests: int = 1) -> None:
+        """All or nothing. An empty queue takes anything, or what is larger than the bound could never pass."""
+        held_requests, held_tokens = self._held.get(tenant, (0, 0))
+        num_tenants = len(self._held.keys() | {tenant})
+        is_over = self.num_requests > 0 and self.num_requests + num_requests > self.max_requests
+        if is_over and (held_requests + num_requests) * num_tenants > self.max_requests:
+            more = "which is the limit"
+            if num_requests > 1:
+                more = f"and {num_requests} more exceed the limit of {self.max_requests}"
+            raise self._refusal(f"{self.num_requests} requests wait already, {more}", "queue_full")
+        if self.num_tokens >= self.max_tokens and held_tokens * num_tenants >= self.max_tokens:
             raise self._refusal(f"{self.num_tokens} tokens wait already, which is the limit", "queue_tokens")
 
-    def enter(self, num_requests: int) -> Ticket:
-        """All or nothing. An empty queue takes anything, or what is larger than the bound could never pass."""
-        if self.num_requests and self.num_requests + num_requests > self.max_requests:
-            text = f"{self.num_requests} requests wait already; {num_requests} more exceed {self.max_requests}"
-            raise self._refusal(text, "queue_full")
-        self.num_requests += num_requests
-        return Ticket(self, num_requests)
+    def enter(self, priority: Priority, tenant: str, num_requests: int) -> Ticket:
+        self.check(tenant, num_requests)
+        ticket = Ticket(self, priority, tenant, num_requests)
+        self._hold(tenant, num_requests, 0)
+        return ticket
 
-    def check_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+    def grow(self, ticket: Ticket, num_tokens: int) -> None:
         is_alone = self.num_tokens == ticket.num_tokens
-        if not is_alone and self.num_tokens + num_tokens > self.max_tokens:
+        held_tokens = self._held[ticket.tenant][1]
+        is_over = self.num_tokens + num_tokens > self.max_tokens
+        if is_over and not is_alone and (held_tokens + num_tokens) * len(self._held) > self.max_tokens:
             text = f"{self.num_tokens} tokens wait already; {num_tokens} more exceed {self.max_tokens}"
             raise self._refusal(text, "queue_tokens")
+        self._hold(ticket.tenant, 0, num_tokens)
 
     def started(self, ticket: Ticket) -> None:
         self._starts.append((self._clock(), ticket.num_requests))
@@ -80,11 +94,18 @@ class Door:
             self._starts.popleft()
 
     def left(self, ticket: Ticket) -> None:
-        self.num_requests -= ticket.num_requests
-        self.num_tokens -= ticket.num_tokens
+        self._hold(ticket.tenant, -ticket.num_requests, -ticket.num_tokens)
+
+    def _hold(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        requests, tokens = self._held.get(tenant, (0, 0))
+        self._held[tenant] = requests + num_requests, tokens + num_tokens
+        if self._held[tenant] == (0, 0):
+            del self._held[tenant]
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
 
     def retry_after_s(self) -> float:
-        """Until half of those who wait have begun, at the rate of late: then there is room, and not for one alone."""
+        """Until half of the waiting requests have begun, at the rate of late: then there is room for several."""
         now_s = self._clock()
         recent = [(at_s, count) for at_s, count in self._starts if now_s - at_s <= RATE_WINDOW_S]
         if not recent:
@@ -95,6 +116,39 @@ class Door:
 
     def _refusal(self, text: str, reason: str) -> ApiError:
         return ApiError(Kind.OVERLOADED, text, retry_after_s=self.retry_after_s(), reason=reason)
+
+
+class Door:
+    """The queues of all tiers. Each has the whole bound: a backlog of one tier refuses nothing of another."""
+
+    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.queues = {priority: TierQueue(max_requests, max_tokens, clock) for priority in Priority}
+
+    @property
+    def num_requests(self) -> int:
+        return sum(queue.num_requests for queue in self.queues.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(queue.num_tokens for queue in self.queues.values())
+
+    def check(self, key: Key) -> None:
+        """Before anything is read or tokenised: is there room for one more request of this key, in any tier?"""
+        refusals: list[ApiError] = []
+        tiers = [priority for priority in Priority if priority >= min(key.tier, key.ceiling)]
+        for priority in tiers:
+            try:
+                self.queues[priority].check(key.name)
+            except ApiError as error:
+                refusals.append(error)
+        if len(refusals) == len(tiers):
+            raise refusals[0]
+
+    def enter(self, num_requests: int, priority: Priority, tenant: str) -> Ticket:
+        return self.queues[priority].enter(priority, tenant, num_requests)
+
+    def retry_after_s(self, priority: Priority = Priority.NORMAL) -> float:
+        return self.queues[priority].retry_after_s()
 
 
 class Reading:

@@ -19,6 +19,7 @@ from typing import Any
 
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
+from quire.core.request import Priority
 from quire.engine.client import EngineClient
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
@@ -34,9 +35,10 @@ from quire.errors import (
     TemplateError,
 )
 from quire.server.ask import Ask
+from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import Door, Quotas, Reading
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quotas, Reading
 from quire.server.metrics import Exposition, Metrics
 from quire.server.service import Service, ServiceLimits, ending
 from quire.server.work import Caller, Work
@@ -73,6 +75,7 @@ class Model:
         self.config = config
         self.service: Service | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
+        self._first_report: tuple[float, float] | None = None  # when the reading of weights began, and at what progress
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.door = Door(shared.limits.max_queue, shared.limits.max_queued_tokens)
@@ -101,6 +104,10 @@ class Model:
     @property
     def is_pinned(self) -> bool:
         return self.seat.is_pinned
+
+    def priority_of(self, ask: Ask, key: Key) -> Priority:
+        """What the request asks for, or the model's, or the key's; never above what the key may have."""
+        return key.priority(self.config.priority if ask.priority is None else ask.priority)
 
     @property
     def num_waiting(self) -> int:
@@ -162,15 +169,15 @@ class Model:
             )
 
         shared = self._shared
-        names, limits, priority = self.names, shared.limits, config.priority
-        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas, priority)
+        names, limits = self.names, shared.limits
+        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas)
         self.metrics.forget_worker()
         await self._start(service)
         return self._take_facts(service.client.facts)
 
     async def _start(self, service: Service) -> None:
         supervising = asyncio.create_task(service.client.supervise(), name=f"supervise {self.name}")
-        self.progress = 0.0
+        self.progress, self._first_report = 0.0, None
         try:
             warming = asyncio.to_thread(_warm_up, service.text)
             results = await asyncio.gather(service.client.start(), warming, return_exceptions=True)
@@ -204,8 +211,22 @@ class Model:
         is_known = ready.weight_bytes and ready.kv_bytes
         return ready.weight_bytes + ready.kv_bytes if is_known else 0
 
+    @property
+    def reading_s(self) -> float | None:
+        """How long the rest of its weights takes to read, at the speed since the first report; None: not known.
+
+        What came before that report, waiting for room and starting a process, does not grow with the weights.
+        """
+        if self._first_report is None or self.progress is None:
+            return None
+        began_s, first = self._first_report
+        done = self.progress - first
+        return (time.monotonic() - began_s) * (1 - self.progress) / done if done > 0 else None
+
     def _take_progress(self, num_done: int, num_bytes: int) -> None:
         self.progress = num_done / num_bytes if num_bytes else 0.0
+        if self._first_report is None:
+            self._first_report = time.monotonic(), self.progress
         if self.on_loading is not None:
             self.on_loading(num_done, num_bytes)
 
@@ -284,14 +305,14 @@ class Models:
 
     # Requests
 
-    def check_open(self) -> None:
-        """Before a body is read: whether anything could be taken now, whichever model it is for."""
+    def check_open(self, key: Key) -> None:
+        """Before a body is read: whether anything of this key could be taken now, whichever model it is for."""
         if self.is_draining:
             raise ending()
         refusals: list[ApiError] = []
         for model in self._models:
             try:
-                model.door.check()
+                model.door.check(key)
             except ApiError as error:
                 refusals.append(error)
         if len(refusals) == len(self._models):
@@ -302,8 +323,8 @@ class Models:
         if self.is_draining:
             raise ending()
         model = self.find(ask.model)
-        model.door.check()
-        ticket = model.door.enter(ask.params.n * len(ask.prompts))
+        priority = model.priority_of(ask, caller.key)
+        ticket = model.door.enter(ask.params.n * len(ask.prompts), priority, caller.key.name)
         began_s = time.monotonic()
         try:
             await self.hold(model)
@@ -360,7 +381,7 @@ class Models:
 
     def eta_s(self, model: Model) -> float | None:
         """Until it is loaded, as far as can be said."""
-        return self.manager.eta_s(model.seat, model.progress)
+        return self.manager.eta_s(model.seat, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
@@ -368,7 +389,7 @@ class Models:
         match error:
             case TimeoutError():
                 text = f"{model.name} is {model.state}: the limit of {self.limits.queue_timeout_s:g} s is over"
-                retry_s = self.eta_s(model) or model.door.retry_after_s()
+                retry_s = min(self.eta_s(model) or model.door.retry_after_s(), MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")

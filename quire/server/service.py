@@ -59,7 +59,6 @@ class Service:
         metrics: Metrics,
         door: Door,
         quotas: Quotas,
-        priority: Priority | None = None,
     ) -> None:
         self.text = text
         self.client = connect(self._take_step)
@@ -70,7 +69,6 @@ class Service:
         self.created = int(time.time())
         self.door = door
         self.quotas = quotas
-        self.priority = priority  # of requests that ask for none; None: their key's
         self.is_draining = False
         self._is_cut = False
         self._num_open = 0
@@ -117,7 +115,7 @@ class Service:
             if self.is_draining:
                 raise ending()
             salt = self.salt_for(caller.key, ask.cache_salt)
-            priority = caller.key.priority(self.priority if ask.priority is None else ask.priority)
+            priority = ticket.priority
             owner = caller.key.name
             requests = [await self._request(ask, prompt, priority, salt, owner) for prompt in ask.prompts]
             if self._is_cut:
@@ -150,7 +148,7 @@ class Service:
                 for request in work.requests:
                     work.add(await self.client.submit(request, news=work.news, on_start=started))
         except TimeoutError:
-            raise self._too_late("the model is still loading") from None
+            raise self._too_late("the model is still loading", work.priority) from None
         except asyncio.CancelledError:
             if work.error is None:
                 raise
@@ -168,13 +166,13 @@ class Service:
     def _time_out(self, work: Work) -> None:
         if not work.is_started:
             waited = f"waited {self.limits.queue_timeout_s:g} s in the queue"
-            work.fail(self._too_late(waited))
+            work.fail(self._too_late(waited, work.priority))
 
-    def _too_late(self, what: str) -> ApiError:
+    def _too_late(self, what: str, priority: Priority) -> ApiError:
         return ApiError(
             Kind.OVERLOADED,
             f"{what}: the limit of {self.limits.queue_timeout_s:g} s is over",
-            retry_after_s=self.door.retry_after_s(),
+            retry_after_s=self.door.retry_after_s(priority),
             reason="queue_timeout",
         )
 
@@ -217,7 +215,7 @@ class Service:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
             raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
         chat = prompt if isinstance(prompt, ChatRequest) else None
-        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, chat=chat)
+        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]

@@ -20,11 +20,10 @@ MAX_SOURCE_CHARS = 64 * 1024
 MAX_DEPTH = 32  # of a schema, braces and brackets
 MAX_CHOICES = 4096
 
-# How JSON is written: one way, as Python does. Free whitespace is where small models lose themselves.
+# The separators of JSON, as Python writes them: a convention of the grammar that excludes no value. Templates write
+# earlier calls the same way (decisions/0026), and no tokens go into white space.
 JSON_STYLE: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_DATA = ("const", "enum", "default", "examples")  # of a schema: what looks like one in there is none
-_LONGEST_TIMES = {"time": len("12:34:56.123456789+12:34"), "date-time": len("2026-01-23T12:34:56.123456789+12:34")}
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/\"-]")
 
 
@@ -39,7 +38,6 @@ class Grammar:
     kind: GrammarKind
     source: str
     is_lenient: bool = False  # of a schema: keywords that cannot be held are ignored, where else they are refused
-    has_json: bool = False  # of Lark: all of it is free text, JSON in our style, or a marker between them
 
     def __post_init__(self) -> None:
         if self.kind not in list(GrammarKind):
@@ -98,19 +96,6 @@ def lark_json(schema: Mapping[str, Any]) -> str:
 def lark_text(text: str) -> str:
     """A text as a term of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def bound_times(schema: Any) -> Any:
-    """The schema, with fractions of seconds of at most nine digits: the format allows as many as one likes."""
-    if isinstance(schema, list):
-        return [bound_times(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounded = {key: value if key in _DATA else bound_times(value) for key, value in schema.items()}
-    limit = _LONGEST_TIMES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-    if limit is not None and not (isinstance(known := schema.get("maxLength"), int) and known <= limit):
-        bounded["maxLength"] = limit
-    return bounded
 
 
 def _dumps(schema: Mapping[str, Any]) -> str:

@@ -36,14 +36,12 @@ class ToolFormat:
     arguments: str = "arguments"  # the key
     is_list: bool = False
     may_be_bare: bool = False  # an answer that begins with the JSON needs no opening
-    most_calls: int = 32  # in an answer: a model that nobody taught to call has no idea when to stop
+    is_single: bool = False  # one call an answer: the family's template refuses several
     id_chars: int | None = None  # templates that take ids of exactly this length
     is_in_template: bool = True  # the model's own template shows tools, calls and results
 
 
-IN_WORDS = ToolFormat(
-    "words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", most_calls=4, is_in_template=False
-)
+IN_WORDS = ToolFormat("words", (), (), "<tool_call>", "</tool_call>", before="\n", after="\n", is_in_template=False)
 
 # In the order in which they are looked for. To add a way to write calls: a row, and a transcript in
 # tests/text/test_tool_formats.py.
@@ -60,7 +58,7 @@ TOOL_FORMATS = (
         "",
         arguments="parameters",
         may_be_bare=True,
-        most_calls=1,
+        is_single=True,
     ),
     IN_WORDS,
 )

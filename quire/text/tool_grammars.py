@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind, bound_times
+from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.tool_formats import ToolFormat
-from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import Tool, ToolChoice, ToolMode
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
@@ -25,7 +24,7 @@ _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
 _SAID_OF_VALUES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated"))  # no constraint
 _SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _VALUES = frozenset(("const", "enum", "required", "x-guidance"))
-_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties")
+_NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}  # of a tool without a schema
 
 
 def answer_grammar(
@@ -46,18 +45,12 @@ def answer_grammar(
         raise InvalidRequest(
             f"tools of {len(tools)} schemas make a grammar of {len(source)} characters, more than {MAX_SOURCE_CHARS}"
         )
-    has_json = words is None or words.kind is GrammarKind.JSON_SCHEMA
-    return Grammar(GrammarKind.LARK, source, has_json=has_json)
+    return Grammar(GrammarKind.LARK, source)
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The schema its arguments are held to: without what constrains nothing, and without room for made-up arguments.
-
-    What this allows, the tool's own schema allows too.
-    """
-    schema = bound_times(_stripped(tool.parameters or NO_PARAMETERS))
-    if "allOf" not in json.dumps(schema):
-        schema = _closed(schema)
+    """The schema its arguments are held to: the tool's own, without annotations. It allows the same values."""
+    schema = _stripped(tool.parameters) if tool.parameters else _NO_ARGUMENTS
     return {**schema, "type": "object", "x-guidance": _guidance(is_lenient=not tool.is_strict)}
 
 
@@ -125,24 +118,25 @@ class _Writer:
             head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
             self._rules.append(f'call_{i}: {head} %json {json.dumps(tool_schema(tool))} "}}"')
         self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
-        is_single = self._choice.name is not None or not self._choice.is_parallel
-        most = 0 if is_single else format.most_calls - 1  # beside the first
+        is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel
         if format.is_list:
-            more = f' (", " call){{0,{most}}}' if most else ""
+            more = "" if is_single else ' (", " call)*'
             self._rules += [f'calls: BLANK "[" call{more} "]"', "BLANK: / ?/"]
             return
-        more = f" (BREAK {self._marker(format.opening)} one){{0,{most}}}" if most else ""
+        more = "" if is_single else f" (BREAK {self._marker(format.opening)} one)*"
         around = [_literal(format.before), "call", _literal(format.after + format.closing)]
         self._rules += [f"calls: one{more}", f"one: {' '.join(part for part in around if part)}", r"BREAK: /\n?/"]
 
     def _not_beginning(self, marker: str) -> str:
-        """The terminal of words that do not begin with a marker, of which two characters are looked at."""
+        """The terminal of words that do not begin with a marker."""
         if self._control_id(marker) is not None:
             return "TEXT"
-        first, second = re.escape(marker[0]), re.escape(marker[1:2])
-        begin = rf"[^{first}\s]" + (f"|{first}[^{second}]" if second else "")
+        rest = ""  # what may follow the characters of the marker that are behind us: built from its end
+        for char in reversed(marker[1:]):
+            rest = rf"([^{re.escape(char)}](?s:.*)" + (f"|{re.escape(char)}{rest})?" if rest else ")?")
+        first = re.escape(marker[0])
         name = f"OTHER_{ord(marker[0])}"
-        self._rules.append(rf"{name}: /(\s*({begin})(?s:.*))?/")
+        self._rules.append(rf"{name}: /(\s*([^{first}\s](?s:.*)" + (f"|{first}{rest}" if rest else "") + "))?/")
         return name
 
     def _until(self, name: str, text: str, marker: str) -> str:
@@ -163,7 +157,7 @@ def _embedded(grammar: Grammar) -> str:
     """As an expression of Lark."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = {**bound_times(json.loads(grammar.source)), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
+            schema = {**json.loads(grammar.source), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
             return f"%json {json.dumps(schema)}"
         case GrammarKind.REGEX:
             return f"/{_escaped_slashes(grammar.source)}/"
@@ -195,22 +189,3 @@ def _stripped(schema: Any) -> Any:
         elif key not in _SAID_OF_VALUES:
             kept[key] = _stripped(value)
     return kept
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the properties it names and no others, where it leaves that open."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _VALUES or key == "not":
-            closed[key] = value
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[key] = {name: _closed(item) for name, item in value.items()}
-        else:
-            closed[key] = _closed(value)
-    if "properties" in schema and "additionalProperties" not in schema and not any(key in schema for key in _COMBINED):
-        closed["additionalProperties"] = False
-    return closed

@@ -12,10 +12,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from quire.backends.base import Capacity, RunnerFacts
+from quire.backends.pool import CPU_CAP, CPU_SHARE
+from quire.cli import loading
+from quire.cli.serve import announce
 from quire.cli.serve_models import read_file
+from quire.engine.build import EngineConfig
+from quire.engine.wire import Ready
+from quire.server.config import ModelConfig, ServeConfig
+from quire.server.run import Startup
 from tests.server.rig import FAKE, serving
 from tests.tiny import write_tiny_model
 
@@ -154,3 +163,33 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
     assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is back
     assert "loading tiny" not in after
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", after.replace("\x1b[", ""))
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "settings", "why"),
+    [
+        ("cpu", None, {}, "40% of free memory, at most 4 GiB; --kv-memory sets it"),
+        ("cpu", 8 << 30, {}, "its share of the budget, at most 4 GiB; --kv-memory sets it"),
+        ("cuda:0 (H200)", None, {}, "all that steps leave; --kv-memory sets it"),
+        ("cuda:0 (H200)", 8 << 30, {}, "its share of the budget; --kv-memory sets it"),
+        ("cpu", None, {"kv_bytes": 1 << 30}, "--kv-memory"),
+        ("cpu", None, {"num_blocks": 100}, "--num-blocks"),
+    ],
+)
+def test_the_start_says_why_the_pool_has_its_size(
+    device: str, memory: int | None, settings: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(**settings)),))
+    facts = RunnerFacts("native", device, "int8", 2, weight_bytes=5 << 20, kv_bytes=3 << 30)
+    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {})
+    announce(Startup(config, "model", ready, {"all": 1.0}, memory))
+    assert f"KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 ({why})\n" in capsys.readouterr().out
+
+
+def test_the_default_pool_is_documented_where_it_is_met() -> None:
+    share, most = f"{CPU_SHARE:.0%}".replace("%", " %"), CPU_CAP >> 30
+    option = get_args(loading.MemoryOption)[1]
+    assert f"{share} of free memory and at most {most}G on a CPU" in option.help
+    for page in ("cpu.md", "serving.md"):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert f"{share} of free memory, at most {most} GiB" in text

@@ -10,7 +10,7 @@ from quire.backends.fake import FakeRunner
 from quire.core.block import KVCacheBlock
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import Aging, Policy
+from quire.core.policy import Fair, Policy
 from quire.core.pool import BlockPool
 from quire.core.prefix import NO_HIT
 from quire.core.request import Priority, Request, SamplingParams
@@ -65,7 +65,7 @@ class Rig:
         cache = KVCacheManager(num_blocks, block_size, observe=self.events.append)
         self.scheduler = Scheduler(
             cache,
-            policy or Aging(),
+            policy or Fair(),
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
             max_chunk_tokens=max_chunk_tokens,

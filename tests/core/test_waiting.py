@@ -12,7 +12,7 @@ from tests.core.helpers import NS, make_request
 def test_order_is_by_key_across_tiers_and_by_arrival_within_one_through_any_cancels() -> None:
     random = Random(5)
     policy = Aging(patience_s=2)
-    queue = WaitingQueue(policy, max_requests=10_000)
+    queue = WaitingQueue(policy.make_lane, max_requests=10_000)
     alive: list[Request] = []
     for sequence in range(800):
         request = make_request(sequence, 1)
@@ -38,7 +38,7 @@ def test_order_is_by_key_across_tiers_and_by_arrival_within_one_through_any_canc
 
 
 def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
-    queue = WaitingQueue(Aging(patience_s=10), max_requests=10)
+    queue = WaitingQueue(Aging(patience_s=10).make_lane, max_requests=10)
     old, young, high = (make_request(request_id, 1) for request_id in (1, 2, 3))
     for request in (old, young, high):
         request.sequence = request.request_id
@@ -53,7 +53,7 @@ def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
 
 
 def test_cancelled_entries_do_not_pile_up() -> None:
-    queue = WaitingQueue(Aging(), max_requests=10)
+    queue = WaitingQueue(Aging().make_lane, max_requests=10)
     first = make_request(0, 1)
     queue.push(first)
     for request_id in range(1, 5_000):
@@ -62,15 +62,15 @@ def test_cancelled_entries_do_not_pile_up() -> None:
         queue.push(request)
         queue.remove(request)
     lane = queue._lanes[first.priority]
-    assert len(lane.by_key._heap) < 50
-    assert len(lane.by_arrival._heap) < 50
+    assert len(lane._by_key._heap) < 50
+    assert len(lane._by_arrival._heap) < 50
     head = queue.head()
     assert head is not None
     assert head[1] is first
 
 
 def test_the_bound_is_for_arrivals() -> None:
-    queue = WaitingQueue(Aging(), max_requests=1)
+    queue = WaitingQueue(Aging().make_lane, max_requests=1)
     queue.check_room()
     queue.push(make_request(1, 3))
     with pytest.raises(QueueFull, match="1 requests wait already"):
@@ -82,4 +82,4 @@ def test_the_bound_is_for_arrivals() -> None:
 
 def test_a_queue_without_room_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_requests = 0"):
-        WaitingQueue(Aging(), max_requests=0)
+        WaitingQueue(Aging().make_lane, max_requests=0)

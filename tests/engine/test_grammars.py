@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from quire.engine import grammars as grammars_module
 from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
 from quire.engine.grammars import Grammars, open_grammars
-from quire.engine.json_form import MAX_DIGITS
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -35,11 +33,7 @@ from quire.text.grammar import (
     lark_grammar,
     regex_grammar,
 )
-from quire.text.reasoning import REASONING_FORMATS, Opening
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import TOOL_FORMATS, ToolFormat
-from quire.text.tool_grammars import answer_grammar
-from quire.text.tools import Tool, ToolChoice
 from tests.engine.serving import client, run, usage
 
 PERSON = {
@@ -206,88 +200,6 @@ def test_a_grammar_that_is_being_compiled_is_not_compiled_again(grammars: Gramma
     jobs = {id(grammars.submit(grammar)) for _ in range(5)}
     assert len(jobs) == 1
     assert grammars.compile(grammar) is grammars.find(grammar)
-
-
-@pytest.mark.parametrize(
-    ("start", "schema"),
-    [("", {"type": "number"}), ("0.", {"type": "number"}), ('["1\\"", ', {"type": "array"})],
-)
-def test_numbers_come_to_an_end(grammars: Grammars, tokenizer: Tokenizer, start: str, schema: dict[str, Any]) -> None:
-    matcher = grammars.compile(json_schema_grammar(schema)).matcher()
-    for token in tokenizer.encode_plain(start, at_start=False):
-        matcher.consume(token)
-    digits = {tokenizer.encode_plain(digit, at_start=False)[0] for digit in "123456789"}
-    for _ in range(MAX_DIGITS):
-        assert digits <= allowed(matcher.mask())
-        matcher.consume(min(digits))
-    assert not any(tokenizer.token_bytes(token)[:1].isdigit() for token in allowed(matcher.mask()))
-    assert allowed(matcher.mask())
-
-
-@pytest.mark.parametrize(
-    ("schema", "piece"),
-    [
-        ({"type": "array", "items": {"type": "integer"}}, "0, "),
-        ({"type": "array", "items": {"type": "string"}}, '"ha", '),
-        ({"type": "array", "items": {"type": "string"}}, '", ", '),
-        ({"type": "array", "items": PERSON}, '{"name": "the name", "age": 20}, '),
-    ],
-)
-def test_an_array_that_says_the_same_over_and_over_is_closed(
-    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], piece: str
-) -> None:
-    matcher = grammars.compile(json_schema_grammar(schema)).matcher()
-    text = "[" + piece * 100
-    for place, char in enumerate(text):
-        (token,) = tokenizer.encode_plain(char, at_start=False)
-        if token not in allowed(matcher.mask()):
-            assert place < 400
-            break
-        matcher.consume(token)
-    assert {tokenizer.token_bytes(token).strip(b"]}") for token in allowed(matcher.mask())} == {b""}
-
-
-THOUGHT = 'Hm. I "could <tool_call> ' + "ha " * 100
-WORDS = 'I said: "' + "no " * 100 + "1" * 60
-
-
-@pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
-def test_a_call_comes_to_an_end_and_the_text_before_it_is_free(
-    grammars: Grammars, tokenizer: Tokenizer, format: ToolFormat
-) -> None:
-    tool = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
-    thought = (REASONING_FORMATS[0], Opening.OPEN)
-    grammar = answer_grammar(format, (tool,), ToolChoice(), None, thought, lambda _marker: None)
-    assert grammar is not None
-    ending, plain = (grammars.compile(replace(grammar, has_json=has)).matcher() for has in (True, False))
-    call = f'{format.opening}{format.before}{"[" * format.is_list}{{"name": "say", "{format.arguments}": {{"text": "'
-    for token in tokenizer.encode_plain(f"{THOUGHT}</think>\n{WORDS}{call}{'ha ' * 30}", at_start=False):
-        found = plain.mask()
-        assert ending.mask() == found
-        assert token in allowed(found)
-        assert ending.consume(token) == plain.consume(token)
-    for token in tokenizer.encode_plain("ha " * 30, at_start=False):
-        ending.consume(token)
-        plain.consume(token)
-    assert allowed(ending.mask()) < allowed(plain.mask())
-    assert {tokenizer.token_bytes(token)[:1] for token in allowed(ending.mask())} == {b'"'}
-    end = f'"}}}}{format.after}{format.closing}{"]" * format.is_list}'
-    *most, last = tokenizer.encode_plain(end, at_start=False)
-    for token in most:
-        assert token in allowed(ending.mask())
-        assert not ending.consume(token)
-    assert last in allowed(ending.mask())
-
-
-def test_times_have_nanoseconds_at_most(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    schema = {"type": "string", "format": "time"}
-    assert follows(grammars, tokenizer, json_schema_grammar(schema), '"12:34:56.123456789+01:00"')
-    assert not follows(grammars, tokenizer, json_schema_grammar(schema), '"12:34:56.' + "1" * 30 + 'Z"')
-
-
-def test_digits_in_a_string_are_not_counted(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    text = '{"a\\"": "' + "1" * 60 + '\\\\"}'
-    assert follows(grammars, tokenizer, json_schema_grammar({"type": "object"}), text)
 
 
 def test_copies_do_not_know_of_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -17,16 +17,18 @@ import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
+from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Gone
 from quire.engine.client import EngineClient
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
+from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.process import WorkerProcess
 from quire.engine.wire import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker import Observer, Pace, Worker
+from quire.engine.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import client, collect, request, run, usage
 
@@ -436,23 +438,92 @@ class _Recorder:
         self.said.append(message)
 
 
-def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
-    capacity = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50, has_overlap=False)
-    runner = FakeRunner(capacity)
+def watched(*, has_overlap: bool) -> tuple[Worker, Engine, _Recorder]:
+    """A worker that has warmed up, what it runs and what it said."""
+    runner = FakeRunner(Capacity(400, 4, max_seqs=4, max_context=1000, vocab_size=50, has_overlap=has_overlap))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
     channel = _Recorder()
     worker = Worker(channel, engine, Observer())  # type: ignore[arg-type]
     worker.warm_up()
     assert channel.said == []
-    worker._pace.learn(num_tokens=1, took_s=1.0)
+    return worker, engine, channel
+
+
+def announced(channel: _Recorder) -> list[float]:
+    return [message.limit_s for message in channel.said if isinstance(message, Working)]
+
+
+def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
+    worker, engine, channel = watched(has_overlap=False)
+    worker._pace = Pace()
+    worker._pace.learn(Work(1, 1.0), 0.1)
+    worker._pace.learn(Work(100, 100.0), 10.0)
+    engine.add(1, [1] * 50, SamplingParams(temperature=0, max_tokens=1))
+    worker._step()
+    (limit_s,) = announced(channel)
+    assert 50 < limit_s < 60  # ten times the prediction
+    assert isinstance(channel.said[-1], Stepped)
+
+
+def test_no_announcement_is_longer_than_its_cap() -> None:
+    worker, engine, channel = watched(has_overlap=False)
+    worker._pace = Pace()
+    worker._pace.learn(Work(1, 1.0), 100.0)
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
-    engine.step()
-    assert channel.said == [Working(200.0)]
-    pace = Pace()
-    assert pace.predict_s(100) == 0
-    pace.learn(10, 1.0)
-    pace.learn(10, 0.1)
-    assert 0.01 < pace.predict_s(1) < 0.1  # forgets slowly, and only what was slower
+    worker._step()
+    assert announced(channel) == [MAX_PATIENCE_S]
+
+
+def test_a_long_step_in_flight_is_announced_until_it_is_collected() -> None:
+    """Its own announcement ends with the news of the step before it; the plan behind it is short."""
+    worker, engine, channel = watched(has_overlap=True)
+    worker._pace = Pace()
+    worker._pace.learn(Work(1, 1.0), 0.001)
+    worker._pace.learn(Work(100, 100.0), 10.0)
+    engine.add(1, [1] * 100, SamplingParams(temperature=0, max_tokens=2))
+    worker._step()  # enqueues the prompt
+    worker._step()  # enqueues a decode, waits for the prompt
+    assert len(announced(channel)) == 2
+    assert [message.num_tokens for message in channel.said if isinstance(message, Stepped)] == [0, 100]
+
+
+def test_a_step_in_flight_is_judged_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one step in flight, a call of `step` plans one and waits for the one before."""
+    worker, engine, _ = watched(has_overlap=True)
+    learned: list[int] = []
+    monkeypatch.setattr(worker._pace, "learn", lambda work, _: learned.append(work.num_tokens))
+    engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=3))
+    planned: list[int] = []
+    while engine.has_work:
+        worker._step()
+        planned.append(worker._planned.num_tokens)
+    assert planned == [20, 1, 1, 0]
+    assert learned == [0, 20, 1, 1]
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_the_first_steps_of_a_run_are_not_learned_from(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load libraries and compile. Two sizes are known after the warm-up: a prompt and a decode."""
+    clock = iter([0.0, 60.0] + [70.0 + 0.01 * count for count in range(100)])
+    monkeypatch.setattr("quire.engine.worker.time.monotonic", lambda: next(clock, 80.0))
+    worker, _, _ = watched(has_overlap=has_overlap)
+    assert len(worker._pace._sizes) == 2
+    assert 0 < worker._pace.predict_s(Work(1000, 1000.0)) < 1.0
+
+
+def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block costs about 140 bytes and a microsecond: the pool of a large GPU has 200,000 of them."""
+    runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_seqs=4, max_context=100, vocab_size=50))
+    worker = Worker(_Recorder(), Engine(runner, make_scheduler(runner, EngineConfig())), Observer())  # type: ignore[arg-type]
+    sizes: list[int] = []
+
+    def make_cache(num_blocks: int, *args: Any, **options: Any) -> KVCacheManager:
+        sizes.append(num_blocks)
+        return KVCacheManager(num_blocks, *args, **options)
+
+    monkeypatch.setattr("quire.engine.build.KVCacheManager", make_cache)
+    worker.warm_up()
+    assert sizes == [4]  # 8 tokens of prompt and 2 of answer, and the null block
 
 
 LOUD = (

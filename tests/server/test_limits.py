@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas, Reading
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas, Reading, Ticket
 
 
 class Clock:
@@ -18,14 +18,18 @@ class Clock:
         return self.now_s
 
 
+def enter(door: Door, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a") -> Ticket:
+    return door.enter(num_requests, priority, tenant)
+
+
 def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
     door = Door(4, 100, Clock())
-    first = door.enter(3)
+    first = enter(door, 3)
     first.grow(50)
-    with pytest.raises(ApiError, match="3 requests wait already; 2 more exceed 4") as refused:
-        door.enter(2)
+    with pytest.raises(ApiError, match="3 requests wait already, and 2 more exceed the limit of 4") as refused:
+        enter(door, 2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
-    second = door.enter(1)
+    second = enter(door, 1)
     with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
         second.grow(51)
     assert refused.value.reason == "queue_tokens"
@@ -38,13 +42,39 @@ def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
-    door = Door(4, 100, Clock())
-    big = door.enter(32)
+    door, key = Door(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
+    big = enter(door, 32, Priority.LOW)
     big.grow(5000)
     with pytest.raises(ApiError):
-        door.check()
+        door.check(key)
     big.leave()
-    door.check()
+    door.check(key)
+
+
+def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
+    door = Door(4, 100, Clock())
+    enter(door, 4, Priority.LOW).grow(100)
+    with pytest.raises(ApiError, match="4 requests wait already, which is the limit"):
+        enter(door, 1, Priority.LOW)
+    enter(door, 4, Priority.HIGH).grow(100)
+    door.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
+    enter(door, 4, Priority.NORMAL)
+    with pytest.raises(ApiError):
+        door.check(Key("a", Priority.HIGH, Priority.HIGH))
+
+
+def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
+    door = Door(4, 100, Clock())
+    enter(door, 4, tenant="batch").grow(100)
+    with pytest.raises(ApiError):
+        enter(door, 1, tenant="batch")
+    person = [enter(door, 1, tenant="person") for _ in range(2)]  # an equal part of four, for two tenants
+    with pytest.raises(ApiError):
+        enter(door, 1, tenant="person")
+    person[0].grow(50)
+    with pytest.raises(ApiError, match="tokens wait already"):
+        person[1].grow(1)
+    enter(door, 1, tenant="third")
 
 
 def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
@@ -53,14 +83,15 @@ def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
     assert door.retry_after_s() == 30.0  # nothing is known yet
     for _ in range(10):  # two a second
         clock.now_s += 0.5
-        door.enter(1).start()
-    waiting = [door.enter(1) for _ in range(40)]
+        enter(door, 1).start()
+    waiting = [enter(door, 1) for _ in range(40)]
     assert door.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
+    assert door.retry_after_s(Priority.LOW) == 30.0  # of which nothing is known
     for ticket in waiting:
         ticket.leave()
     assert door.retry_after_s() == 1.0
     for _ in range(900):
-        door.enter(1)
+        enter(door, 1)
     assert door.retry_after_s() == MAX_RETRY_AFTER_S
 
 

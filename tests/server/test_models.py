@@ -16,8 +16,10 @@ import pytest
 from quire.cli.serve import options_named
 from quire.cli.serve_models import list_models
 from quire.engine.build import EngineConfig
+from quire.engine.manager import Manager
 from quire.errors import InvalidRequest
-from quire.server.config import ServeConfig
+from quire.server.config import ModelConfig, ServeConfig
+from quire.server.models import Model, Shared
 from quire.weights.hub import size_of
 from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, command_line, serving
@@ -399,3 +401,27 @@ def test_a_signal_drains_all(folder: Path) -> None:
             stream.close()
         assert server.process.wait(LIMIT_S) == 0
         assert "finishing 2 request(s)" in server.log
+
+
+# Without a server
+
+
+def test_the_rest_of_a_load_is_judged_by_the_reading_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for room and starting a process took 90 s here, which says nothing of the weights."""
+    now_s = 0.0
+    monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
+    model = Model(ModelConfig(folder / "a", ("a",)), Shared())
+    manager = Manager([model.seat], None)
+    model.seat.began_s = 0.0
+    model.progress = 0.0
+    assert manager.eta_s(model.seat, model.reading_s) is None
+    now_s = 90.0
+    model._take_progress(1, 100)
+    assert manager.eta_s(model.seat, model.reading_s) is None  # one report has no speed
+    now_s = 92.0
+    model._take_progress(21, 100)
+    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(7.9)
+    model.seat.load_s = 95.0  # it was loaded before: by that
+    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(3.0)
+    model.seat.began_s = None  # it waits for its turn
+    assert manager.eta_s(model.seat, model.reading_s) == 95.0

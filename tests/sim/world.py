@@ -26,14 +26,17 @@ from quire.core.events import (
     StaleResultDropped,
 )
 from quire.core.kv_cache import KVCacheManager
-from quire.core.policy import NS_PER_S, Aging, Fcfs, Policy
+from quire.core.ledger import StepCost
+from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
 from quire.core.prefix import StopReason, hash_block_tokens
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.step import StepPlan, TokenUpdate
+from quire.core.step import SeqSlice, StepPlan, TokenUpdate
 from quire.errors import ContextTooLong, QueueFull
 
 SALTS = ("", "tenant-a", "tenant-b")
+TENANTS = ("", "ann", "bob")
+FAIR = "fair"
 
 
 def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -66,6 +69,7 @@ class Book:
     waited_ns: int = 0  # in waits that are over
     key: tuple[int, int] = (0, 0)  # by which it is admitted
     urgency: int = 0  # of a running request
+    preempted_at: int = -1  # the most it had computed at a preemption
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
     is_fork: bool = False  # waits for its parent, and for nobody else
@@ -82,7 +86,8 @@ class Setup:
     max_chunk_tokens: int
     max_context: int | None
     max_waiting: int
-    patience_s: float | None  # None: first come, first served
+    patience_s: float | str | None  # None: first come, first served; `FAIR`: no patience, but shares
+    cost: StepCost | None  # where rows cost time
     vocab_size: int
     is_late: bool
     is_overlapped: bool
@@ -103,7 +108,8 @@ class Setup:
             max_chunk_tokens=random.choice((1, 2, 3, 5, 8, 16, 64)),
             max_context=random.choice((None, None, random.randint(2, 200))),
             max_waiting=random.choice((2, 16, 64, 64)),
-            patience_s=random.choice((None, 0.0, 0.002, 0.02, 0.2, 2.0)),
+            patience_s=random.choice((FAIR, FAIR, FAIR, FAIR, FAIR, None, 0.0, 0.02, 0.2, 2.0)),
+            cost=random.choice((None, None, StepCost(1, 10), StepCost(5_000_000, 2_000_000), StepCost(10**9, 10**8))),
             vocab_size=random.choice((2, 5, 50, 50)),
             is_late=random.random() < 0.5,
             is_overlapped=random.random() < 0.75,
@@ -118,7 +124,11 @@ class World:
         self.check_every = check_every
         self.random = Random(seed)
         self.setup = setup = Setup.draw(self.random)
-        self.policy: Policy = Fcfs() if setup.patience_s is None else Aging(setup.patience_s)
+        self.fair = Fair() if setup.patience_s == FAIR else None
+        self.aging = Aging(setup.patience_s) if isinstance(setup.patience_s, float) else None
+        self.policy: Policy = self.fair or self.aging or Fcfs()
+        if self.fair is not None:
+            self.fair.ledger.cost = setup.cost
         self.counts: Counter[str] = Counter()
         cache = KVCacheManager(
             setup.num_blocks,
@@ -155,6 +165,7 @@ class World:
         self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
         self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
+        self._owed: set[Priority] = set()  # tiers owed service when the present plan was begun
         self._yielded: set[int] = set()  # blocks of pins that had to give way, until they are evicted
         self._roots = frozenset(cache.tree.root(salt) for salt in SALTS)
         self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
@@ -280,6 +291,7 @@ class World:
             self._sampling(),
             priority=self.random.choice(list(Priority)),
             salt=self.random.choice(("", "", SALTS[1], SALTS[2])),
+            tenant=self.random.choice(TENANTS),
         )
         self._submit(request)
 
@@ -398,9 +410,17 @@ class World:
         self._admitted = set()
         self._winners = set()
         self._has_preempted = False
+        times: dict[tuple[Priority, str], int] = {}
+        if self.fair is not None:
+            ledger = self.fair.ledger
+            self._owed = {priority for priority in Priority if ledger.is_owed(priority)}
+            times = {(p, tenant): ledger.clocks[p].time(tenant) for p in Priority for tenant in TENANTS}
         self.now_ns = max(self.now_ns, self.clock_ns)
         plan = self.scheduler.schedule(self.clock_ns)
         self._check_plan(plan, busy)
+        if self.fair is not None:
+            self._check_accounts(self.fair, plan, times)
+            self._check_precedence(self.fair, plan)
         now = self.now_ns
         self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin outlived its time")
         self._require(self._winners <= self._admitted, "someone was preempted for a request that was not admitted")
@@ -461,19 +481,26 @@ class World:
     def _enqueue(self, book: Book) -> None:
         """Begin a wait, by the world's own account of who waited how long."""
         book.wait_start_ns = self.now_ns
-        request, patience_s = book.request, self.setup.patience_s
+        request = book.request
         key = book.arrived_ns
-        if patience_s is not None:
-            key = self.now_ns - book.waited_ns + request.priority * round(patience_s * NS_PER_S)
+        if self.aging is not None:
+            key = self.now_ns - book.waited_ns + request.priority * round(self.aging.patience_s * NS_PER_S)
         book.key = (key, request.sequence)
 
     def _urgency(self, book: Book) -> int:
         """Of a request that waits until now."""
-        patience_s = self.setup.patience_s
-        if not patience_s:
+        if self.fair is not None:
+            return book.request.priority
+        if self.aging is None or not self.aging.patience_s:
             return 0
         waited_ns = book.waited_ns + self.now_ns - book.wait_start_ns
-        return book.request.priority - waited_ns // round(patience_s * NS_PER_S)
+        return book.request.priority - waited_ns // round(self.aging.patience_s * NS_PER_S)
+
+    def _is_ahead(self, one: Book, other: Book) -> bool:
+        """Whether `other` waits for a prefix that `one` computes."""
+        if self.fair is not None:
+            return one.request.priority <= other.request.priority
+        return one.key < other.key
 
     def _observe(self, event: Event) -> None:
         match event:
@@ -517,14 +544,62 @@ class World:
 
     def _on_admitted(self, event: Admitted) -> None:
         book = self.books[event.request_id]
+        if self.fair is not None:
+            self._check_fair_order(self.fair, book)
+        else:
+            self._check_order_of_keys(book)
+        for rival in self._prefix_waiters():
+            # An owner preempted in this very step leaves its waiters parked until the next.
+            is_excused = self._has_preempted or self.setup.is_colliding
+            if not is_excused and self._goes_before(rival, book) and not self._awaits_prefix(rival):
+                raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
+        if not book.is_fork and self._should_have_waited(book):
+            raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
+        book.urgency = self._urgency(book)
+        book.waited_ns += self.now_ns - book.wait_start_ns
+        if event.waited_ns != book.waited_ns:
+            raise WorldFailure(f"{book.request!r} reports a wrong age")
+        book.was_admitted = True
+        self._admitted.add(event.request_id)
+        self.counts["resumed"] += event.is_resumed
+
+    def _prefix_waiters(self) -> list[Book]:
+        return [self.books[request.request_id] for request in self.scheduler.waiting.prefix_waiters]
+
+    def _ready(self) -> list[Book]:
+        """Waiting requests that wait for no prefix."""
+        waiting = self.scheduler.waiting
+        return [self.books[one.request_id] for one in waiting if one not in waiting.prefix_waiters]
+
+    def _goes_before(self, one: Book, other: Book) -> bool:
+        if self.fair is None:
+            return one.key < other.key
+        a, b = one.request, other.request
+        return a.priority < b.priority or ((a.priority, a.tenant) == (b.priority, b.tenant) and a.sequence < b.sequence)
+
+    def _check_fair_order(self, fair: Fair, book: Book) -> None:
+        """Tiers in order, unless one is owed; the tenant served least; the order of arrival."""
+        request = book.request
+        clock = fair.ledger.clocks[request.priority]
+        for rival in self._ready():
+            other = rival.request
+            if other.priority < request.priority and request.priority not in self._owed:
+                raise WorldFailure(f"{request!r} was admitted before {other!r}, which has a higher tier")
+            if other.priority is request.priority and clock.time(other.tenant) < clock.time(request.tenant):
+                raise WorldFailure(f"{request!r} was admitted before {other!r}, whose tenant has had less")
+            if self._goes_before(rival, book) and other.tenant == request.tenant and request.priority is other.priority:
+                raise WorldFailure(f"{request!r} was admitted before {other!r}, which came first")
+
+    def _check_order_of_keys(self, book: Book) -> None:
         lanes: dict[Priority, tuple[int, int]] = {book.request.priority: book.key}
-        rivals = [(other, self.books[other.request_id]) for other in self.scheduler.waiting]
+        rivals = [(rival.request, rival) for rival in self._ready()]
         for other, rival in rivals:
             if other.priority not in lanes or rival.key < lanes[other.priority]:
                 lanes[other.priority] = rival.key
         effective = lanes[book.request.priority]
+        policy = self.aging or Fcfs()
         window_ns = {
-            priority: self.policy.overtake_window_s(priority, book.request.priority) * NS_PER_S for priority in Priority
+            priority: policy.overtake_window_s(priority, book.request.priority) * NS_PER_S for priority in Priority
         }
         for other, rival in rivals:
             is_sibling = other.priority is book.request.priority
@@ -535,27 +610,12 @@ class World:
                 late_ns = book.arrived_ns - rival.arrived_ns
                 if late_ns > window_ns[other.priority]:
                     raise WorldFailure(f"{other!r} was overtaken beyond the starvation bound")
-        for rival in self.books.values():
-            is_skipped = rival.request.state is RequestState.WAITING and rival.request not in self.scheduler.waiting
-            # An owner preempted in this very step leaves its waiters skipped until the next.
-            is_excused = self._has_preempted or self.setup.is_colliding
-            if is_skipped and not is_excused and rival.key < book.key and not self._awaits_prefix(rival):
-                raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
-        if not book.is_fork and self._should_have_waited(book, effective):
-            raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
-        book.urgency = self._urgency(book)
-        book.waited_ns += self.now_ns - book.wait_start_ns
-        if event.waited_ns != book.waited_ns:
-            raise WorldFailure(f"{book.request!r} reports a wrong age")
-        book.was_admitted = True
-        self._admitted.add(event.request_id)
-        self.counts["resumed"] += event.is_resumed
 
     def _awaits_prefix(self, book: Book) -> bool:
         """Whether a running request ahead of this one is still to compute a block of their common prefix."""
         size = self.setup.block_size
         for owner in self.scheduler.running:
-            if owner.salt != book.request.salt or self.books[owner.request_id].key > book.key:
+            if owner.salt != book.request.salt or not self._is_ahead(self.books[owner.request_id], book):
                 continue
             if owner is book.request.parent:
                 return True
@@ -563,13 +623,14 @@ class World:
                 return True
         return False
 
-    def _should_have_waited(self, book: Book, key: tuple[int, int]) -> bool:
+    def _should_have_waited(self, book: Book) -> bool:
         """Whether a prompt in progress, ahead of a request that begins, was about to give it its next block."""
         setup, request = self.setup, book.request
         if setup.is_colliding or not setup.is_caching or request.sampling.prompt_logprobs is not None:
             return False
         for owner in self.scheduler.running:
-            is_ahead = self.books[owner.request_id].key < key and owner.salt == request.salt
+            is_ahead = self._is_ahead(self.books[owner.request_id], book) and owner.salt == request.salt
+            is_ahead = is_ahead and owner is not request
             if is_ahead and len(owner.tokens) - owner.num_computed > 1:
                 end = (owner.num_computed // setup.block_size + 1) * setup.block_size
                 if not self.scheduler.cache.can_publish(owner, owner.num_computed // setup.block_size):
@@ -586,6 +647,9 @@ class World:
         self.counts["preemptions"] += 1
         self._has_preempted = True
         self._require(victim.request.request_id not in self._admitted, "preempted in the step that admitted it")
+        num_computed = event.num_computed
+        self._require(num_computed > victim.preempted_at, f"{victim.request!r} was preempted twice without progress")
+        victim.preempted_at = num_computed
         if winner.request.state is RequestState.WAITING:
             self.counts["preemptions by waiting"] += 1
             self._winners.add(event.by_request_id)
@@ -593,6 +657,7 @@ class World:
             self._require(
                 self._urgency(winner) < victim.urgency, f"{winner.request!r} is not more urgent than its victim"
             )
+            self._require(victim.request.priority not in self._owed, "a tier that is owed service was preempted")
         elif victim is not winner:
             order = [(book.urgency, book.request.sequence) for book in (winner, victim)]
             self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, who is ahead")
@@ -627,15 +692,81 @@ class World:
                 not piece.tokens or list(piece.tokens) == known[piece.start : piece.start + piece.length],
                 "wrong tokens",
             )
+        running = list(self.scheduler.running)
         for request in busy:
             if request.state is RequestState.RUNNING and request.request_id not in planned:
                 upto = request.num_planned + 1
-                is_alone = len(self.scheduler.running) == 1
+                is_alone = len(running) == 1
                 is_short = self.scheduler.cache.shortage(request, upto) > 0  # copies in flight hold the last blocks
-                is_stalled = bool(self.in_flight) and is_alone and is_short
-                self._require(is_stalled, f"{request!r} had something to compute and was left out")
+                # Requests behind it, or itself, may not be preempted again before they have made progress.
+                is_sparing = any(other.num_computed <= self.books[other.request_id].preempted_at for other in running)
+                is_stalled = is_short and (is_sparing or (bool(self.in_flight) and is_alone))
+                self._require(
+                    is_stalled or self._may_be_left_out(request, planned),
+                    f"{request!r} had something to compute and was left out",
+                )
         is_stuck = plan.is_empty and not self.in_flight and bool(self.books)
         self._require(not is_stuck, "there is work, and nothing was planned")
+
+    def _may_be_left_out(self, request: Request, planned: dict[int, SeqSlice]) -> bool:
+        """Only where rows cost time: for requests of a higher tier, or because a step of LOW alone is kept short."""
+        if self.fair is None or self.setup.cost is None or request.priority is Priority.HIGH:
+            return False
+        self.counts["left out"] += 1
+        tiers = {self.books[request_id].request.priority for request_id in planned}
+        if min(tiers, default=Priority.LOW) < request.priority:
+            return True
+        base_ns, token_ns = self.setup.cost
+        num_tokens = sum(piece.length for piece in planned.values())
+        is_full = num_tokens + 1 > (max(50_000_000, 4 * base_ns) - base_ns) // token_ns
+        return request.priority is Priority.LOW and is_full
+
+    def _check_accounts(self, fair: Fair, plan: StepPlan, times: dict[tuple[Priority, str], int]) -> None:
+        """Tenants are charged what is computed for them; more only for a request that then found no memory."""
+        computed = dict.fromkeys(times, 0)
+        is_short = self._has_preempted or bool(self._busy())
+        for piece in plan.slices:
+            request = self.books[piece.request_id].request
+            computed[request.priority, request.tenant] += piece.length
+        for (priority, tenant), before in times.items():
+            charged = fair.ledger.clocks[priority].time(tenant) - before
+            is_exact = charged == computed[priority, tenant]
+            # A tenant that has nothing to compute moves with the floor.
+            is_idle = not any((b.request.priority, b.request.tenant) == (priority, tenant) for b in self.books.values())
+            self._require(
+                is_exact or is_idle or (is_short and charged >= computed[priority, tenant]),
+                f"{tenant!r} of {priority.name} was charged {charged} tokens for {computed[priority, tenant]}",
+            )
+
+    def _check_precedence(self, fair: Fair, plan: StepPlan) -> None:
+        """A HIGH request that waits for no prefix waits only for HIGH ones, for a tier that is owed, or for memory that
+        nobody it may preempt could give back."""
+        head = self.scheduler.waiting.head((Priority.HIGH,))
+        if head is None or self._owed & {book.request.priority for book in self._ready()}:
+            return
+        scheduler, request = self.scheduler, head[1]
+        victims = [
+            other
+            for other in scheduler.running
+            if other.priority > Priority.HIGH
+            and other.has_progressed
+            and other.priority not in self._owed
+            and other.request_id not in self._admitted
+        ]
+        num_reserved = len(scheduler.running) - len(plan.slices)  # every running request has a token set aside
+        is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_step_tokens
+        num_kept = min(scheduler.waiting.num_prefix_waiters(Priority.HIGH), self.setup.max_seqs // 2)
+        has_slot = bool(victims) or scheduler.running.num_free_slots > num_kept
+        num_needed = -(-len(request.tokens) // self.setup.block_size)
+        num_steps = len(request.tokens) // self.setup.max_chunk_tokens
+        spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
+        cache = scheduler.cache
+        held = sum(len(victim.block_table) for victim in victims) + cache.pins.num_blocks
+        has_memory = cache.pool.num_free + held >= num_needed + spare + held // 2  # what victims share frees nothing
+        is_wronged = has_slot and has_memory and not is_budget_used and not self._has_preempted
+        self.counts["HIGH waits"] += 1
+        if is_wronged:
+            raise WorldFailure(f"{request!r} waits, though it fits: {fair.ledger.credits}")
 
     def _check_memory(self) -> None:
         """What the tree says a block contains is what lies in the runner's memory."""

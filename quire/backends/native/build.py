@@ -42,7 +42,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             spec,
             packed,
             engine,
-            num_blocks=PoolRequest(options, per_block, max_seqs, max_context).num_blocks_on_cpu(),
+            num_blocks=PoolRequest(options, per_block, max_context).num_blocks_on_cpu(),
             block_size=options.block_size,
             max_context=max_context,
             precision=options.precision,

@@ -49,6 +49,7 @@ class NativeRunner:
             max_context=limits.max_context,
             vocab_size=limits.vocab_size,
             has_overlap=False,  # it computes while it is called
+            has_costly_rows=True,
         )
         self._last_samples: Ints = np.zeros(max_seqs, np.int32)
         self._penalties = Penalties(limits.vocab_size)

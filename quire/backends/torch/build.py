@@ -49,7 +49,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             compiling.cancel()
         weights = load_weights(checkpoint, dtype, device, progress)
         model = MODELS[spec.family](spec, weights, max_context)
-        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_seqs, max_context)
+        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_context)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             num_blocks = pool.num_blocks(free, int(free * CUDA_SHARE))

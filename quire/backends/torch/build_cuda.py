@@ -64,7 +64,7 @@ def make_cuda_runner(
     needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
     reserved = needed + _reserved_for_graphs(needed, step_tokens, max_seqs) + _reserved_for_rare(model.spec, max_seqs)
     free, total = torch.cuda.mem_get_info(device)
-    pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_seqs, max_context)
+    pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_context)
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))

@@ -53,6 +53,7 @@ class TorchRunner:
             max_context=max_context,
             vocab_size=spec.vocab_size,
             has_overlap=store.device.type != "cpu",  # plain PyTorch on a CPU computes while it is called
+            has_costly_rows=store.device.type == "cpu",
         )
         self._last_samples = torch.zeros(max_seqs, dtype=torch.int64, device=store.device)
         self._penalties = Penalties(spec.vocab_size, store.device)

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
 from quire.backends.torch.compiling import Compiling, first_calls, later_calls
+from quire.backends.torch.kernels.blocks import copy_blocks
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
 
@@ -96,6 +97,13 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     assert compiled == sampling | blocks | layers | {"_tile_product"}
 
 
+def kind(value: object) -> object:
+    """What Triton compiles a kernel for: the type of a tensor, the width of a number."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    return "i64" if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
+
+
 class Launches:
     """Which kernels are launched in which form: what Triton would compile each for."""
 
@@ -106,7 +114,7 @@ class Launches:
 
         def run(kernel: Any, *args: Any, **options: Any) -> None:
             values = inspect.signature(kernel.fn).bind_partial(*args).arguments
-            types = tuple((name, value.dtype if isinstance(value, Tensor) else None) for name, value in values.items())
+            types = tuple((name, kind(value)) for name, value in values.items())
             constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
             self.forms.add((kernel.fn.__name__, types, *sorted(constants.items())))
             if self.is_run:
@@ -145,6 +153,16 @@ def test_what_steps_launch_was_compiled_ahead(name: str, tmp_path: Path, monkeyp
 
 def of_few_rows(form: tuple[object, ...]) -> bool:
     return ("ROWS", 32) not in form and ("ROWS", 64) not in form  # larger graphs than these were captured
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads what the interpreter is given")
+def test_a_pool_of_any_size_is_copied_by_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of the larger pool has 2**32 elements: such a stride would not be the 32-bit number of the smaller."""
+    launches = Launches(monkeypatch, is_run=False)
+    one = torch.zeros(1, dtype=torch.int32)
+    for num_blocks in (2, 2**18):
+        copy_blocks(torch.empty(3, num_blocks, 2, 4, 32, 64, dtype=torch.bfloat16, device="meta"), one, one)
+    assert len(launches.forms) == 1
 
 
 def test_a_child_that_compiles_never_collects(tmp_path: Path) -> None:

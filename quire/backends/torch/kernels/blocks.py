@@ -12,13 +12,15 @@ COPIED = 4096  # elements a program of `copy_blocks` takes: 64 bytes a thread
 ENTRIES = 128  # a program of `update_tables` takes
 
 
-@triton.jit(do_not_specialize=["sources", "destinations"])
-def _copy_blocks(pool, sources, destinations, layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+# Takes the number of blocks, not the stride of a layer: the stride exceeds 32 bits in a large pool, and Triton compiles
+# another kernel for a 64-bit argument, in the first step that copies.
+@triton.jit(do_not_specialize=["sources", "destinations", "num_blocks"])
+def _copy_blocks(pool, sources, destinations, num_blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     copy = tl.program_id(1)
     source = tl.load(sources + copy).to(tl.int64)
     destination = tl.load(destinations + copy).to(tl.int64)
-    layer = pool + tl.program_id(2).to(tl.int64) * layer_stride
+    layer = pool + tl.program_id(2).to(tl.int64) * num_blocks * SIZE
     values = tl.load(layer + source * SIZE + element, mask=element < SIZE)
     tl.store(layer + destination * SIZE + element, values, mask=element < SIZE)
 
@@ -36,10 +38,10 @@ def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
     No block is both: copies run in no order.
     """
-    num_layers = pool.shape[0]
+    num_layers, num_blocks = pool.shape[:2]
     size = pool.stride(1)
     _copy_blocks[(-(-size // COPIED), sources.shape[0], num_layers)](
-        pool, sources, destinations, pool.stride(0), SIZE=size, BLOCK=COPIED, num_warps=4
+        pool, sources, destinations, num_blocks, SIZE=size, BLOCK=COPIED, num_warps=4
     )
 
 

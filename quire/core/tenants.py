@@ -1,0 +1,97 @@
+"""Fairness between tenants (API keys) of one tier: virtual time, and a queue ordered by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
+
+from quire.core.heap import Key, RequestHeap
+from quire.core.request import Request
+
+MIN_SWEEP = 64  # tenants remembered before the first sweep
+
+
+class TenantClock:
+    """Tokens served to each tenant, as start-time fair queuing counts them.
+
+    A tenant that was idle starts at the floor: it gets no credit for service it did not ask for. The floor is the
+    lowest time among the tenants served last, so a tenant at or below it need not be remembered.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, int] = {}
+        self._floor = 0
+        self._lowest: int | None = None  # served in this step
+        self._max_remembered = MIN_SWEEP
+
+    def time(self, tenant: str) -> int:
+        """Never falls, as long as the tenant has requests."""
+        return self._times.get(tenant, self._floor)
+
+    def arrive(self, tenant: str) -> None:
+        self._times[tenant] = max(self._times.get(tenant, 0), self._floor)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        start = self.time(tenant)
+        self._times[tenant] = start + num_tokens
+        if self._lowest is None or start < self._lowest:
+            self._lowest = start
+
+    def end_step(self) -> None:
+        if self._lowest is None:
+            return
+        self._floor = max(self._floor, self._lowest)
+        self._lowest = None
+        if len(self._times) > self._max_remembered:
+            self._times = {tenant: time for tenant, time in self._times.items() if time > self._floor}
+            self._max_remembered = max(MIN_SWEEP, 2 * len(self._times))
+
+
+class TenantLane:
+    """The waiting requests of one tier: the tenant served least goes first, its requests in the order of arrival.
+
+    Times only grow, so an entry of the heap that is out of date is found and corrected when it surfaces.
+    """
+
+    def __init__(self, clock: TenantClock) -> None:
+        self._clock = clock
+        self._lines: dict[str, RequestHeap] = {}
+        self._heap: list[tuple[int, int, str]] = []  # (time, number, tenant), one entry for each line
+        self._num_lines = 0  # made so far
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        for line in self._lines.values():
+            yield from line
+
+    def push(self, request: Request) -> None:
+        line = self._lines.get(request.tenant)
+        if line is None:
+            line = self._lines[request.tenant] = RequestHeap()
+            self._num_lines += 1
+            heappush(self._heap, (self._clock.time(request.tenant), self._num_lines, request.tenant))
+        line.push((request.sequence, 0), request)
+        self._len += 1
+
+    def remove(self, request: Request) -> None:
+        self._lines[request.tenant].remove(request)
+        self._len -= 1
+
+    def first(self) -> tuple[Key, Request]:
+        """The next request and its key; there must be one."""
+        while True:
+            time, number, tenant = self._heap[0]
+            line = self._lines[tenant]
+            now = self._clock.time(tenant)
+            if not line:
+                heappop(self._heap)
+                del self._lines[tenant]
+            elif now > time:
+                heapreplace(self._heap, (now, number, tenant))
+            else:
+                request = line.first()[1]
+                return (time, request.sequence), request

@@ -1,0 +1,114 @@
+"""How long a step will take, judged by how long steps took.
+
+The watchdog's limit comes from it, and on a CPU what the scheduler takes for the cost of a row.
+
+Knows plans and seconds; knows nothing of processes. Belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from itertools import pairwise
+from typing import NamedTuple
+
+from quire.core.ledger import StepCost
+from quire.core.step import StepPlan
+
+KEPT = 9  # steps of a size: their median counts, so that one outlier does not
+# What attention costs beside the rest of a token. Both depend on model and machine; the middle of what was measured is
+# good enough for a limit of ten times the prediction.
+CONTEXT_PER_TOKEN = 300  # keys read from the cache: 70 to 1,000
+PAIRS_PER_TOKEN = 8000  # of a query and a key, in a prompt: 4,000 (135M) to 30,000 (8B)
+MAX_BATCH = 512  # in tokens of effort: larger steps do not tell what one more row of a batch costs
+MEMORY_BOUND = 64  # tokens that may take no longer than one: such a step waits for the weights
+
+
+class Work(NamedTuple):
+    """What a step computes, as far as its time depends on it."""
+
+    num_tokens: int
+    effort: float  # in tokens, attention to their contexts included
+
+
+NO_WORK = Work(0, 0.0)
+
+
+def work_of(plan: StepPlan) -> Work:
+    num_tokens, pairs = plan.num_tokens, 0
+    context = num_tokens + sum([piece.start for piece in plan.slices])
+    if num_tokens > len(plan.slices):  # not decodes alone
+        pairs = sum([piece.length * (2 * piece.start + piece.length) for piece in plan.slices if piece.length > 1]) // 2
+    return Work(num_tokens, num_tokens + context / CONTEXT_PER_TOKEN + pairs / PAIRS_PER_TOKEN)
+
+
+class _Size:
+    """The last steps of about one size: efforts within a factor of two."""
+
+    __slots__ = ("_last", "_sorted", "median")
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque()  # seconds and effort, in order of time
+        self._sorted: list[tuple[float, float]] = []
+        self.median = 0.0, 0.0  # of two the shorter: the first step of a kind is often slow
+
+    def take(self, took_s: float, effort: float) -> None:
+        step = took_s, effort
+        if len(self._last) == KEPT:
+            self._sorted.remove(self._last.popleft())
+        self._last.append(step)
+        insort(self._sorted, step)
+        self.median = self._sorted[(len(self._sorted) - 1) // 2]
+
+
+class Pace:
+    """Predicts along a line through the steps that were seen, from the smallest size to the largest and beyond.
+
+    A step costs a base, whatever it computes, and something for each token. One size alone does not tell the two
+    apart, so a decode does not say what a prompt costs: beyond the largest step that was seen, a token counts as its
+    share of that step, and of a small step as one of `MEMORY_BOUND`. Each size remembers its own last steps: a
+    thousand decodes do not make it forget what prompts took.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}  # by the number of bits of the effort
+        self._effort_per_token = 1.0  # in the last step of that size
+
+    def learn(self, work: Work, took_s: float) -> None:
+        if work.num_tokens:
+            size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
+            size.take(took_s, work.effort)
+            if work.effort <= MAX_BATCH:
+                self._effort_per_token = work.effort / work.num_tokens
+
+    def cost(self) -> StepCost | None:
+        """The base of a step and the price of a token in a batch. None: too little has been seen."""
+        seen = [size.median for bits, size in self._sizes.items() if 1 << bits <= 2 * MAX_BATCH]
+        if len(seen) < 2:
+            return None
+        (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
+        slope_s = max(0.0, most_s - least_s) / (most - least)
+        base_s = max(0.0, least_s - slope_s * least)
+        return StepCost(round(base_s * 1e9), max(1, round(slope_s * self._effort_per_token * 1e9)))
+
+    def predict_s(self, work: Work) -> float:
+        """0: nothing is known, or there is nothing to compute."""
+        if not self._sizes or not work.num_tokens:
+            return 0.0
+        seen = [self._sizes[bits].median for bits in sorted(self._sizes)]
+        base_s, least = seen[0]
+        if work.effort <= least:
+            return base_s
+        for (low_s, low), (high_s, high) in pairwise(seen):
+            if work.effort <= high:
+                return low_s + (high_s - low_s) * (work.effort - low) / (high - low)
+        most_s, most = seen[-1]
+        token_s = most_s / max(most, MEMORY_BOUND)
+        if most > least:
+            token_s = max(token_s, (most_s - base_s) / (most - least))
+        token_s = min(token_s, *(took_s / effort for took_s, effort in seen))  # no token took longer than its step
+        return most_s + token_s * (work.effort - most)
+
+
+def _effort(step: tuple[float, float]) -> float:
+    return step[1]

@@ -1,0 +1,62 @@
+"""Synthetic traces that put one question to a policy each. Drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from quire.core.request import Priority
+from quire.engine.trace import TraceRequest, check_synthetic, synthesize
+
+BACKLOG_PART = 4  # of five requests; the fifth is the one whose wait is measured
+
+
+def mixed(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """A small team at work: `synthesize`."""
+    return synthesize(num_requests, rate, seed=seed)
+
+
+def backlog(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """A LOW batch that is there from the beginning, and HIGH requests at a tenth of the rate: how long do they wait?"""
+    return _beside(num_requests, rate, seed, Priority.LOW, Priority.HIGH)
+
+
+def saturated(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """More HIGH work than the machine can do, and LOW requests at a tenth of the rate: what do they get?"""
+    return _beside(num_requests, rate, seed, Priority.HIGH, Priority.LOW)
+
+
+def tenants(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """One tenant sends a batch at once, another one a request now and then, in the same tier."""
+    return _beside(num_requests, rate, seed, Priority.NORMAL, Priority.NORMAL, ("batch", "person"))
+
+
+def _beside(
+    num_requests: int, rate: float, seed: int, many: Priority, few: Priority, names: tuple[str, str] = ("", "")
+) -> list[TraceRequest]:
+    check_synthetic(num_requests, rate)
+    random = Random(seed)
+    requests: list[TraceRequest] = []
+    now_s = 0.0
+    for number in range(num_requests):
+        is_many = number % (BACKLOG_PART + 1) < BACKLOG_PART
+        if not is_many:
+            now_s += random.expovariate(rate / 10)
+        requests.append(
+            TraceRequest(
+                0.0 if is_many else now_s,
+                prompt_tokens=random.randint(100, 400) if is_many else random.randint(50, 150),
+                output_tokens=random.randint(50, 250) if is_many else random.randint(20, 60),
+                priority=many if is_many else few,
+                tenant=names[0] if is_many else names[1],
+            )
+        )
+    return sorted(requests, key=lambda one: one.arrival_s)
+
+
+SCENARIOS: dict[str, Callable[[int, float, int], list[TraceRequest]]] = {
+    "mixed": mixed,
+    "backlog": backlog,
+    "saturated": saturated,
+    "tenants": tenants,
+}

@@ -1,0 +1,78 @@
+"""The size of the KV pool: the user's number exactly, and by default a share of what is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.backends import pool
+from quire.backends.base import BackendOptions
+from quire.backends.pool import CPU_CAP, CPU_SHARE, DEFAULT_MAX_BLOCKS, PoolRequest
+from quire.engine.build import EngineConfig, make_engine
+from quire.errors import InvalidRequest
+
+GIB = 1 << 30
+BLOCK_BYTES = 23_040 * 32  # SmolLM2-135M in fp16
+
+
+def request(max_context: int = 2048, **options: Any) -> PoolRequest:
+    return PoolRequest(BackendOptions(max_seqs=4, **options), BLOCK_BYTES, max_context)
+
+
+def test_the_users_bytes_are_honoured() -> None:
+    """4 requests of 2,048 tokens use 256 blocks at most: the other 11,393 are prefix cache."""
+    assert request(kv_bytes=8 * GIB).num_blocks(16 * GIB, GIB) == 8 * GIB // BLOCK_BYTES == 11_650
+    with pytest.raises(InvalidRequest, match="kv_bytes = 8,589,934,592 is more than"):
+        request(kv_bytes=8 * GIB).num_blocks(4 * GIB, GIB)
+
+
+def test_the_users_number_of_blocks_is_honoured() -> None:
+    assert request(num_blocks=10_000).num_blocks(16 * GIB, GIB) == 10_000
+    with pytest.raises(InvalidRequest, match="num_blocks = 10000 take"):
+        request(num_blocks=10_000).num_blocks(GIB, GIB)
+
+
+@pytest.mark.parametrize("max_context", [64, 2048, 1 << 20])
+def test_the_default_takes_the_budget_whatever_requests_can_use(max_context: int) -> None:
+    assert request(max_context).num_blocks(16 * GIB, 3 * GIB) == 3 * GIB // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("free", "taken"), [(4 * GIB, int(4 * GIB * CPU_SHARE)), (64 * GIB, CPU_CAP)])
+def test_the_default_on_a_cpu(free: int, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "available_bytes", lambda: free)
+    assert request().num_blocks_on_cpu() == taken // BLOCK_BYTES
+
+
+def test_the_default_of_a_toy_model_has_a_bound_and_a_number_has_none() -> None:
+    toy = PoolRequest(BackendOptions(), 1024, 4096)
+    assert toy.num_blocks(8 * GIB, 4 * GIB) == DEFAULT_MAX_BLOCKS
+    toy = PoolRequest(BackendOptions(kv_bytes=4 * GIB), 1024, 4096)
+    assert toy.num_blocks(8 * GIB, 4 * GIB) == 4 << 20
+
+
+def test_a_default_too_small_for_anyone_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="hold a context of 0 tokens"):
+        request().num_blocks(GIB, -1)
+
+
+def pool_of(path: Path, **settings: Any) -> tuple[int, int]:
+    """How many blocks, and bytes, an engine for two requests of 64 tokens makes: they use 4 blocks."""
+    engine = make_engine(path, EngineConfig(device="cpu", num_threads=1, max_seqs=2, max_context=64, **settings))
+    try:
+        return engine.capacity.num_blocks, engine.runner.facts().kv_bytes
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_backends_make_the_pool_they_are_asked_for(
+    backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_blocks, num_bytes = pool_of(tiny_model, backend=backend, num_blocks=100)
+    assert num_blocks == 100
+    block_bytes = num_bytes // 100
+    assert pool_of(tiny_model, backend=backend, kv_bytes=1000 * block_bytes + 7)[0] == 1000
+    monkeypatch.setattr(pool, "available_bytes", lambda: 10 << 20)
+    assert pool_of(tiny_model, backend=backend)[0] == int((10 << 20) * CPU_SHARE) // block_bytes

@@ -1,0 +1,108 @@
+"""Virtual time between tenants, and the queue ordered by it."""
+
+from __future__ import annotations
+
+from random import Random
+
+from quire.core.request import Request
+from quire.core.tenants import MIN_SWEEP, TenantClock, TenantLane
+
+
+def request(number: int, tenant: str) -> Request:
+    made = Request(number, [1], tenant=tenant)
+    made.sequence = number
+    return made
+
+
+def test_an_idle_tenant_starts_at_the_floor_and_gets_no_credit_for_the_past() -> None:
+    clock = TenantClock()
+    clock.arrive("a")
+    for _ in range(10):
+        clock.charge("a", 10)
+        clock.end_step()
+    clock.arrive("b")
+    assert (clock.time("a"), clock.time("b")) == (100, 90)
+    clock.charge("b", 30)
+    clock.end_step()
+    clock.arrive("a")  # it has had less meanwhile, and keeps that
+    assert (clock.time("a"), clock.time("b")) == (100, 120)
+
+
+def test_the_floor_is_the_lowest_time_served() -> None:
+    clock = TenantClock()
+    clock.charge("a", 100)
+    clock.end_step()
+    clock.charge("a", 10)
+    clock.charge("b", 1)
+    clock.end_step()
+    clock.arrive("c")
+    assert (clock.time("b"), clock.time("c")) == (1, 0)
+
+
+def test_tenants_that_are_gone_are_forgotten() -> None:
+    clock = TenantClock()
+    for number in range(100 * MIN_SWEEP):
+        clock.arrive(f"tenant {number}")
+        clock.charge(f"tenant {number}", 5)
+        clock.end_step()
+        clock.charge("constant", 5)
+        clock.end_step()
+    assert len(clock._times) <= 2 * MIN_SWEEP
+
+
+def test_the_tenant_served_least_is_first_and_its_requests_go_by_arrival() -> None:
+    clock = TenantClock()
+    lane = TenantLane(clock)
+    for number, tenant in enumerate("aaabbc"):
+        lane.push(request(number, tenant))
+    order = []
+    while lane:
+        (time, sequence), first = lane.first()
+        assert (time, sequence) == (clock.time(first.tenant), first.sequence)
+        order.append((first.tenant, first.sequence))
+        lane.remove(first)
+        clock.charge(first.tenant, 10)
+    assert order == [("a", 0), ("b", 3), ("c", 5), ("a", 1), ("b", 4), ("a", 2)]
+
+
+def test_any_order_of_calls_gives_the_least_served_tenant() -> None:
+    random = Random(3)
+    clock = TenantClock()
+    lane = TenantLane(clock)
+    waiting: list[Request] = []
+    for number in range(2_000):
+        if waiting and random.random() < 0.5:
+            gone = random.choice(waiting)
+            waiting.remove(gone)
+            lane.remove(gone)
+            if random.random() < 0.1:  # preempted and back
+                waiting.append(gone)
+                lane.push(gone)
+        else:
+            waiting.append(request(number, random.choice("abcdef")))
+            clock.arrive(waiting[-1].tenant)
+            lane.push(waiting[-1])
+        clock.charge(random.choice("abcdef"), random.randint(1, 20))
+        clock.end_step()
+        assert len(lane) == len(waiting)
+        assert {one.request_id for one in lane} == {one.request_id for one in waiting}
+        if waiting:
+            (time, _), first = lane.first()
+            assert time == min(clock.time(one.tenant) for one in waiting)
+            assert first.sequence == min(one.sequence for one in waiting if one.tenant == first.tenant)
+
+
+def test_one_tenant_with_a_thousand_requests_delays_another_by_its_own_share_only() -> None:
+    clock = TenantClock()
+    lane = TenantLane(clock)
+    for number in range(1_000):
+        clock.arrive("many")
+        lane.push(request(number, "many"))
+    for _ in range(10):
+        _, first = lane.first()
+        lane.remove(first)
+        clock.charge("many", 10)
+        clock.end_step()
+    clock.arrive("one")
+    lane.push(request(5_000, "one"))
+    assert lane.first()[1].tenant == "one"
