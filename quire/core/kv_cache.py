@@ -81,10 +81,8 @@ class KVCacheManager:
             request.chain = self.tree.chain(request.tokens, request.salt)
             parent = request.parent
             if parent is not None and parent.chain is not None and parent.salt == request.salt:
-                num_common = min(len(parent.tokens), len(request.tokens)) // self.block_size
-                num_tokens = num_common * self.block_size
-                if parent.tokens[:num_tokens] == request.tokens[:num_tokens]:
-                    request.chain.inherit(parent.chain, num_common)  # n samples hash their prompt once
+                num_full = min(len(parent.tokens), len(request.tokens)) // self.block_size
+                request.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
         return request.chain
 
     def match(self, request: Request) -> PrefixHit:
