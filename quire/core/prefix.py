@@ -107,18 +107,17 @@ class TokenChain:
                 known = middle
             else:
                 most = middle - 1
-        self._follow(other, known)
+        if self.root == other.root:
+            self._follow(other, known)
         return known
 
     def _follow(self, other: TokenChain, count: int) -> None:
-        """Take the names of the first `count` blocks from another chain as they are needed, if they are the same."""
+        """Take the names of the first `count` blocks from a chain that shares them, as they are needed."""
         if other._leader is not None and count <= other._num_led:
             other = other._leader
         if other._leader is not None or other is self or count <= max(len(self._keys), self._num_led):
-            return  # the leader of a chain has none itself when it is followed, so they never form a ring
-        end = count * self._block_size
-        if self.root == other.root and self._tokens[:end] == other._tokens[:end]:
-            self._leader, self._num_led = other, count
+            return  # a chain follows only one that follows none, so they never form a ring
+        self._leader, self._num_led = other, count
 
     def run(self, start: int, stop: int) -> bytes:
         """The tokens [start, stop), packed."""

@@ -380,4 +380,32 @@ MUTANTS = (
         "if is_known:",
         "tests/core/test_scheduler.py",
     ),
+    _mutant(
+        "names of another salt",
+        "core/prefix.py",
+        "        if self.root == other.root:\n            self._follow(other, known)\n",
+        "        self._follow(other, known)\n",
+        "tests/core/test_prefix.py",
+    ),
+    _mutant(
+        "yielded blocks still count for their owner",
+        "core/pins.py",
+        "        owner.num_blocks -= len(pin.blocks)\n",
+        "",
+        "tests/core/test_pins.py",
+    ),
+    _mutant(
+        "a slice of an audit leaves out its last block",
+        "core/check.py",
+        "piece = slice(start, start + size)",
+        "piece = slice(start, start + size - 1)",
+        "tests/core/test_check.py",
+    ),
+    _mutant(
+        "an audit goes on after a change",
+        "engine/worker.py",
+        "        self._is_audited = False\n        self._audit = None\n",
+        "        self._is_audited = False\n",
+        "tests/engine/test_audit.py",
+    ),
 )
