@@ -219,7 +219,8 @@ class Bench:
 
     def _family(self, name: str, dtype: str) -> None:
         folder = self.folder / f"{name}-{dtype}".replace(" ", "-")
-        self.report.check(gpu_correctness.check_family(name, dtype, self.settings.device, folder))
+        for check in gpu_correctness.check_family(name, dtype, self.settings.device, folder):
+            self.report.check(check)
         if dtype == "float32":
             self.report.check(gpu_correctness.check_masks(name, self.settings.device, folder / "masks"))
 

@@ -88,7 +88,7 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
         "prefix cache at 0 % hits",
     )
     assert [figure["what"] for figure in report["figures"]] == [*names, "64 x 256, beside transformers"]
-    assert [check["is_held"] for check in report["correctness"]] == [True] * 5
+    assert [check["is_held"] for check in report["correctness"]] == [True] * 6
     assert [window["what"] for window in report["profile"]["qwen3-0.6b"]] == ["prefill", "decode"]
     for window in report["profile"]["qwen3-0.6b"]:
         assert math.isclose(sum(window["by_kind_ms"].values()), window["busy_ms"])

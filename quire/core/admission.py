@@ -123,9 +123,9 @@ class Admission:
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
             return False  # no ordinary admission in a step that preempted
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
-        num_kept = (
-            0 if is_entitled else min(self._waiting.num_prefix_waiters(request.priority), self._running.max_seqs // 2)
-        )
+        num_kept = 0
+        if not is_entitled:
+            num_kept = min(self._waiting.num_prefix_waiters(request.priority), self._running.max_seqs // 2)
         while True:
             victims = [
                 running

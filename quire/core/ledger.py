@@ -63,7 +63,10 @@ class Ledger(Protocol):
     cost: StepCost | None  # None: one row more costs next to nothing
 
     def arrive(self, request: Request) -> None:
-        """A request entered the queue."""
+        """A new request entered the queue."""
+
+    def leave(self, request: Request) -> None:
+        """A request ended."""
 
     def begin_step(self, work: Mapping[Priority, TierWork]) -> None: ...
 
@@ -90,6 +93,8 @@ class OpenLedger:
         self.cost: StepCost | None = None
 
     def arrive(self, request: Request) -> None: ...
+
+    def leave(self, request: Request) -> None: ...
 
     def begin_step(self, work: Mapping[Priority, TierWork]) -> None: ...
 
@@ -151,6 +156,9 @@ class FairLedger:
 
     def arrive(self, request: Request) -> None:
         self.clocks[request.priority].arrive(request.tenant)
+
+    def leave(self, request: Request) -> None:
+        self.clocks[request.priority].leave(request.tenant)
 
     def begin_step(self, work: Mapping[Priority, TierWork]) -> None:
         self._work = work
@@ -218,10 +226,10 @@ class FairLedger:
             clock.end_step()
 
     def _keep_spare(self) -> None:
-        """Carry over what lower tiers did not use, up to one step's allowance or one token."""
+        """Carry over what lower tiers did not use, if it is less than a token: parts of tokens add up."""
         cost, top = self.cost, self._top()
         if cost is None or top is None:
             return
         allowance_ns = self._allowance_ns(cost, top)
         spare_ns = self._spare_ns + allowance_ns - self._num_below(top) * cost.token_ns
-        self._spare_ns = max(0, min(spare_ns, max(allowance_ns, cost.token_ns)))
+        self._spare_ns = max(0, min(spare_ns, cost.token_ns - 1))

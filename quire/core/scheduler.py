@@ -211,6 +211,7 @@ class Scheduler:
             request.epoch += 1
         if num_output_tokens is not None:  # a new list: a plan in flight reads the old one as its history
             request.tokens = request.tokens[: request.num_prompt_tokens + num_output_tokens]
+        self.policy.ledger.leave(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         self._observe(

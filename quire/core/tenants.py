@@ -15,11 +15,12 @@ class TenantClock:
     """Tokens served to each tenant, as start-time fair queuing counts them.
 
     A tenant that was idle starts at the floor: it gets no credit for service it did not ask for. The floor is the
-    lowest time among the tenants served last, so a tenant at or below it need not be remembered.
+    lowest time among the tenants served last, so an idle tenant at or below it need not be remembered.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, int] = {}
+        self._num_alive: dict[str, int] = {}  # requests that wait or run
         self._floor = 0
         self._lowest: int | None = None  # served in this step
         self._max_remembered = MIN_SWEEP
@@ -29,7 +30,15 @@ class TenantClock:
         return self._times.get(tenant, self._floor)
 
     def arrive(self, tenant: str) -> None:
-        self._times[tenant] = max(self._times.get(tenant, 0), self._floor)
+        num_alive = self._num_alive.get(tenant, 0)
+        if not num_alive:
+            self._times[tenant] = max(self._times.get(tenant, 0), self._floor)
+        self._num_alive[tenant] = num_alive + 1
+
+    def leave(self, tenant: str) -> None:
+        self._num_alive[tenant] -= 1
+        if not self._num_alive[tenant]:
+            del self._num_alive[tenant]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         start = self.time(tenant)
@@ -43,7 +52,8 @@ class TenantClock:
         self._floor = max(self._floor, self._lowest)
         self._lowest = None
         if len(self._times) > self._max_remembered:
-            self._times = {tenant: time for tenant, time in self._times.items() if time > self._floor}
+            alive, floor = self._num_alive, self._floor
+            self._times = {name: time for name, time in self._times.items() if time > floor or name in alive}
             self._max_remembered = max(MIN_SWEEP, 2 * len(self._times))
 
 

@@ -68,6 +68,11 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def rounds_norms_first(self) -> bool:
+        """Whether a norm is rounded before its weight as well as after it. Gemma rounds the product alone."""
+        return self.family != "gemma3"
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:

@@ -85,8 +85,10 @@ class Rig:
         max_tokens: int | None = 8,
         priority: Priority = Priority.NORMAL,
         salt: str = "",
+        tenant: str = "",
     ) -> Request:
-        request = Request(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority, salt=salt)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = Request(request_id, prompt, sampling, priority=priority, salt=salt, tenant=tenant)
         self.scheduler.add(request, self.now_ns)
         return request
 

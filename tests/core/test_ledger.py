@@ -108,7 +108,7 @@ def test_lower_tiers_lengthen_a_step_by_a_third_of_what_the_highest_needs() -> N
     assert [turn.max_tokens for turn in ledger.turns()] == [None, 0, 0]
 
 
-def test_what_a_step_does_not_use_is_kept_up_to_one_token() -> None:
+def test_parts_of_a_token_add_up() -> None:
     """HIGH decodes alone, and a token costs as much as the step: LOW has one every third step."""
     ledger, given = FairLedger(), []
     ledger.cost = StepCost(base_ns=0, token_ns=10)

@@ -377,7 +377,7 @@ def test_an_admission_leaves_a_block_for_each_running_request() -> None:
 
 
 def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
-    rig = Rig(num_blocks=17, max_seqs=2)  # 16 blocks
+    rig = Rig(num_blocks=17, max_seqs=2, policy=Aging())  # 16 blocks
     rig.add(1, range(28), max_tokens=20)
     rig.add(2, range(100, 128), max_tokens=20)
     rig.step()

@@ -22,10 +22,16 @@ def test_an_idle_tenant_starts_at_the_floor_and_gets_no_credit_for_the_past() ->
         clock.end_step()
     clock.arrive("b")
     assert (clock.time("a"), clock.time("b")) == (100, 90)
-    clock.charge("b", 30)
+    clock.charge("b", 130)
     clock.end_step()
-    clock.arrive("a")  # it has had less meanwhile, and keeps that
-    assert (clock.time("a"), clock.time("b")) == (100, 120)
+    clock.charge("b", 10)
+    clock.end_step()
+    clock.arrive("a")  # it waits, has had less meanwhile, and keeps that
+    assert (clock.time("a"), clock.time("b")) == (100, 230)
+    clock.leave("a")
+    clock.leave("a")
+    clock.arrive("a")  # it was gone, and does not keep it
+    assert (clock.time("a"), clock.time("b")) == (220, 230)
 
 
 def test_the_floor_is_the_lowest_time_served() -> None:
@@ -45,6 +51,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
         clock.arrive(f"tenant {number}")
         clock.charge(f"tenant {number}", 5)
         clock.end_step()
+        clock.leave(f"tenant {number}")
         clock.charge("constant", 5)
         clock.end_step()
     assert len(clock._times) <= 2 * MIN_SWEEP

@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.policy import Aging
 from quire.core.request import Priority, Request
-from quire.core.waiting import WaitingQueue
+from quire.core.waiting import ArrivalLane, WaitingQueue
 from quire.errors import InvalidRequest, QueueFull
 from tests.core.helpers import NS, make_request
 
@@ -62,6 +62,7 @@ def test_cancelled_entries_do_not_pile_up() -> None:
         queue.push(request)
         queue.remove(request)
     lane = queue._lanes[first.priority]
+    assert isinstance(lane, ArrivalLane)
     assert len(lane._by_key._heap) < 50
     assert len(lane._by_arrival._heap) < 50
     head = queue.head()

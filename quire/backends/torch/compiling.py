@@ -42,6 +42,7 @@ from quire.backends.torch.kernels.linear import (
 )
 from quire.backends.torch.kernels.rope import rope_store
 from quire.backends.torch.kernels.sampling import NUM_PARAMS, Scratch, change, choose, edit
+from quire.backends.torch.loading import NORM_DTYPE
 from quire.weights.spec import ModelSpec
 
 MAX_PROCESSES = 12
@@ -164,11 +165,12 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
     ints = zeros(16, kind=torch.int32)
     rows, padding = ints[:2], torch.full((2,), -1, dtype=torch.int32, device=device)
     tables, items = zeros(2, 16, kind=torch.int32), zeros(1, 6, kind=torch.int32)
-    x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size)
+    x, weight = zeros(2, spec.hidden_size), zeros(spec.hidden_size, kind=NORM_DTYPE)
     qkv = zeros(2, (num_heads + 2 * num_kv_heads) * head_size)
     layer = zeros(2, 2, num_kv_heads, block_size, head_size)
     angles = zeros(16, spec.rope.rotary_size // 2, kind=torch.float32)
-    head_norm = zeros(head_size) if spec.has_qk_norm else None
+    head_norm = zeros(head_size, kind=NORM_DTYPE) if spec.has_qk_norm else None
+    rounds_first = spec.has_qk_norm and spec.rounds_norms_first
     q, parts = zeros(2, num_heads, head_size), Parts.empty(1, num_heads, head_size, device)
     logits, params = zeros(2, spec.vocab_size), zeros(2, NUM_PARAMS, kind=torch.float32)
     out, scratch = zeros(2, 2, kind=torch.int32), Scratch.empty(2, spec.vocab_size, device)
@@ -177,7 +179,18 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
             logits, rows, params, ints, zeros(16, kind=torch.int32), out, scratch, has_floor=False, is_changed=False
         ),
         lambda: rope_store(
-            qkv, rows, padding, tables, angles, angles, layer, num_heads, head_norm, head_norm, spec.norm_eps
+            qkv,
+            rows,
+            padding,
+            tables,
+            angles,
+            angles,
+            layer,
+            num_heads,
+            head_norm,
+            head_norm,
+            spec.norm_eps,
+            rounds_first=rounds_first,
         ),
         lambda: merge(parts, ints[:3], q, num_kv_heads),
         lambda: add_norm(x, None, weight, spec.norm_eps),
@@ -227,7 +240,8 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
                 product = product_in_parts if len(weight) <= THIN else tile_product
                 calls.append(partial(product, meta(rows, weight.shape[1]), weight, bias))
     parts, residual = meta(PARTS, 2, hidden, kind=torch.float32), meta(2, hidden)
-    calls.append(partial(add_norm, parts, residual, meta(hidden), spec.norm_eps))
+    norm_weight = meta(hidden, kind=NORM_DTYPE)
+    calls.append(partial(add_norm, parts, residual, norm_weight, spec.norm_eps))
     ints, params = meta(16, kind=torch.int32), meta(1, NUM_PARAMS, kind=torch.float32)
     out, scratch = meta(2, 1, kind=torch.int32), Scratch.empty(1, spec.vocab_size, torch.device("meta"))
     logits, altered = meta(1, spec.vocab_size), meta(1, spec.vocab_size, kind=torch.float32)
@@ -243,5 +257,5 @@ def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
     pool = meta(spec.num_layers, 2, 2, spec.num_kv_heads, block_size, spec.head_size)
     calls.append(partial(copy_blocks, pool, ints[:1], ints[:1]))
     if spec.has_post_norms:
-        calls.append(partial(norm, parts, meta(hidden), spec.norm_eps))
+        calls.append(partial(norm, parts, norm_weight, spec.norm_eps, dtype))
     return calls

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
 from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.loading import weight_bytes
 from quire.backends.torch.models.llama import LlamaModel
 from quire.backends.torch.sampling import Logprobs, read_logprobs
 from quire.backends.torch.work import MIN_SIBLINGS, Sizes
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
-from quire.weights.names import expected_tensors
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
 
@@ -139,13 +138,12 @@ class CudaRunner:
 
     def facts(self) -> RunnerFacts:
         device = self.store.device
-        num_weights = sum(math.prod(shape) for shape in expected_tensors(self.model.spec).values())
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device=f"{device} ({torch.cuda.get_device_name(device)})" if self._is_cuda else "cpu, interpreted",
             dtype=str(self.store.dtype).removeprefix("torch."),
             num_threads=1,
-            weight_bytes=num_weights * self.store.dtype.itemsize,
+            weight_bytes=weight_bytes(self.model.spec, self.store.dtype),
             kv_bytes=self.store.pool.nbytes,
         )
 

@@ -51,13 +51,14 @@ class FusedPass:
         return add_norm(x, residual, norm.weight, norm.eps)
 
     def norm(self, x: Tensor, norm_: RMSNorm) -> Tensor:
-        return norm(x, norm_.weight, norm_.eps)
+        return norm(x, norm_.weight, norm_.eps, self._state.store.dtype)
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
         inputs, state, layer = self._inputs, self._state, self._state.store.layers[heads.index]
-        q_norm, k_norm, eps = None, None, 0.0
+        q_norm, k_norm, eps, rounds_first = None, None, 0.0, False
         if heads.norm is not None:
             q_norm, k_norm, eps = heads.norm.q_weight, heads.norm.k_weight, heads.norm.eps
+            rounds_first = heads.norm.rounds_first
         q = rope_store(
             qkv,
             inputs.positions,
@@ -70,6 +71,7 @@ class FusedPass:
             q_norm,
             k_norm,
             eps,
+            rounds_first=rounds_first,
         )  # [T, H, D]
         out = torch.empty_like(q)
         for items, tiling in zip((inputs.narrow, inputs.wide), self._state.tilings, strict=True):

@@ -48,10 +48,15 @@ class Linear:
 
 
 class RMSNorm:
+    """Computed in fp32, the weight included, and rounded once.
+
+    That is Gemma's own order. The other families round before the weight as well, which only adds an error.
+    """
+
     __slots__ = ("_floor", "_scaled", "eps", "shape", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
+        self.weight = weight  # fp32
         self.shape = tuple(weight.shape)
         self.eps = eps
         size = weight.shape[-1]
@@ -60,7 +65,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != torch.float32:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         # On a CPU rms_norm is eight small operations. Four do: sqrt(mean + eps) is hypot(norm, floor) / sqrt(size).
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.mul(x, self._scaled).div_(torch.hypot(norm, self._floor))
@@ -114,12 +119,18 @@ class Angles:
 
 
 class HeadNorm:
-    """An RMS norm on every query and key head."""
+    """An RMS norm on every query and key head.
 
-    __slots__ = ("_norm", "_num_normed", "_weights", "eps", "k_weight", "q_weight")
+    `rounds_first`: to the type of the model before the weight as well as after it, which is Qwen's own order.
+    """
 
-    def __init__(self, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # [D] each
+    __slots__ = ("_norm", "_num_normed", "_weights", "eps", "k_weight", "q_weight", "rounds_first")
+
+    def __init__(
+        self, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float, *, rounds_first: bool
+    ) -> None:
+        self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # [D] fp32 each
+        self.rounds_first = rounds_first
         self._num_normed = num_heads + num_kv_heads
         # One norm over unit weights, then each head's own: queries and keys stay one tensor.
         self._weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))  # [H + K, D]
@@ -127,8 +138,9 @@ class HeadNorm:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """[T, H + 2K, D] before rotation; the values are left as they are."""
-        qk = self._norm(qkv[:, : self._num_normed]) * self._weights
-        return torch.cat((qk, qkv[:, self._num_normed :]), 1)
+        qk = qkv[:, : self._num_normed]
+        normed = self._norm(qk if self.rounds_first else qk.float()) * self._weights
+        return torch.cat((normed.to(qkv.dtype), qkv[:, self._num_normed :]), 1)
 
 
 @dataclass(frozen=True, slots=True)

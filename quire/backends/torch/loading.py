@@ -6,6 +6,7 @@ one tensor. What the file must hold is checked before anything is allocated.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from quire.weights.names import check_tensors, expected_tensors
 from quire.weights.quants import to_float32
 from quire.weights.spec import ModelSpec
 
+NORM_DTYPE = torch.float32
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # as most models begin their training: answers are nonsense, but every number is finite
 
@@ -31,14 +33,14 @@ class LayerWeights:
     o_proj: Linear  # [E, H * D]
     gate_up_proj: Linear  # [2 * F, E]
     down_proj: Linear  # [E, F]
-    norms: dict[str, Tensor]  # by their names in the file
+    norms: dict[str, Tensor]  # fp32, by their names in the file
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: Tensor  # [V, E]
     head: Tensor  # [V, E]; the embedding itself where they are tied
-    norm: Tensor  # [E]
+    norm: Tensor  # [E] fp32
     layers: list[LayerWeights]
 
 
@@ -94,13 +96,13 @@ class _Loader:
         return self._stack([name])
 
     def norm(self, name: str) -> Tensor:
-        tensor = self._stack([name])
-        return tensor.add_(self._checkpoint.spec.norm_offset)
+        """In fp32 whatever the model runs in: Gemma's are 1 + w, and bf16 has no room for w beside the 1."""
+        return self._stack([name], NORM_DTYPE).add_(self._checkpoint.spec.norm_offset)
 
-    def _stack(self, names: list[str]) -> Tensor:
+    def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
         shapes = [self._checkpoint.tensors[name].shape for name in names]
         num_rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        out = torch.empty((num_rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in zip(names, shapes, strict=True):
             self._fill(out[first : first + shape[0]], name)
@@ -111,7 +113,7 @@ class _Loader:
     def _fill(self, out: Tensor, name: str) -> None:
         if not isinstance(self._checkpoint, DummyCheckpoint):
             out.copy_(_to_tensor(self._checkpoint.read(name)))
-        elif name.endswith("norm.weight"):
+        elif _is_norm(name):
             out.fill_(1 - self._checkpoint.spec.norm_offset)
         else:
             out.normal_(0, DUMMY_STD, generator=self._random)  # on the device itself: 8 billion in a second
@@ -120,6 +122,18 @@ class _Loader:
         self._num_done += num_bytes
         if self._progress is not None:
             self._progress(self._num_done, self._num_bytes)
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Memory that the weights of a model take when it runs in `dtype`."""
+    return sum(
+        math.prod(shape) * (NORM_DTYPE if _is_norm(name) else dtype).itemsize
+        for name, shape in expected_tensors(spec).items()
+    )
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
 
 
 def _to_tensor(raw: RawTensor) -> Tensor:

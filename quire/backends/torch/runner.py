@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_lo
 from quire.backends.torch.attention import ReferencePass
 from quire.backends.torch.batch import Batch, build_batch
 from quire.backends.torch.kv_store import KVStore
+from quire.backends.torch.loading import weight_bytes
 from quire.backends.torch.models.llama import LlamaModel
 from quire.backends.torch.sampling import Penalties, Sampled, rank_tokens, read_logprobs, sample
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
-from quire.weights.names import expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,12 @@ class TorchRunner:
     def facts(self) -> RunnerFacts:
         device, dtype = self.store.device, str(self.store.dtype).removeprefix("torch.")
         is_cpu = device.type == "cpu"
-        num_weights = sum(math.prod(shape) for shape in expected_tensors(self.model.spec).values())
         return RunnerFacts(
             backend=f"torch {torch.__version__}",
             device="cpu" if is_cpu else f"{device} ({torch.cuda.get_device_name(device)})",
             dtype=dtype,
             num_threads=torch.get_num_threads() if is_cpu else 1,
-            weight_bytes=num_weights * self.store.dtype.itemsize,
+            weight_bytes=weight_bytes(self.model.spec, self.store.dtype),
             kv_bytes=sum(layer.nbytes for layer in self.store.layers),
         )
 

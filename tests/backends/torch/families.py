@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 class Reference:
-    """What `transformers` says of the same weights."""
+    """What `transformers` says of the same weights, in fp32. `dtype`: what the weights are rounded to and saved in."""
 
-    def __init__(self, name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
@@ -109,11 +112,21 @@ class Reference:
         self.model.eval().float()
         for parameter in self.model.parameters():  # norms and biases too: ones and zeros would hide a missing one
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
-        self.model.save_pretrained(folder)
+        self.model.to(dtype).save_pretrained(folder)
+        self.model.float()
         self.path = folder
 
-    @torch.inference_mode()
+    def running_in(self, dtype: torch.dtype, device: str = "cpu") -> Any:
+        """The same model of `transformers`, computing in that type."""
+        return copy.deepcopy(self.model).to(device, dtype)
+
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
-        """[len(tokens), V]: row i is about the token after position i."""
-        logits = self.model(input_ids=torch.tensor([list(tokens)])).logits[0]
-        return torch.log_softmax(logits.float(), -1)
+        return logprobs(self.model, tokens)
+
+
+@torch.inference_mode()
+def logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens), V]: row i is about the token after position i."""
+    device = next(model.parameters()).device
+    logits = model(input_ids=torch.tensor([list(tokens)], device=device)).logits[0]
+    return torch.log_softmax(logits.float(), -1).cpu()

@@ -22,14 +22,20 @@ Change = Callable[[CudaRunner], None]
 
 
 def fused_runner(
-    path: Path, *, num_blocks: int = 64, block_size: int = 32, max_seqs: int = 8, load_format: str = "auto"
+    path: Path,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 32,
+    max_seqs: int = 8,
+    load_format: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> CudaRunner:
     checkpoint = open_checkpoint(path, load_format)
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, torch.float32, device)
+        weights = load_weights(checkpoint, dtype, device)
         model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_context)
-        store = KVStore(checkpoint.spec, num_blocks, block_size, torch.float32, device)
+        store = KVStore(checkpoint.spec, num_blocks, block_size, dtype, device)
         return CudaRunner(model, store, max_seqs=max_seqs, max_context=checkpoint.spec.max_context)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.torch.loading import DUMMY_STD, ModelWeights, load_weights
+from quire.backends.torch.loading import DUMMY_STD, ModelWeights, load_weights, weight_bytes
 from quire.weights.opening import open_checkpoint
-from tests.backends.torch.families import FAMILIES
+from tests.backends.torch.families import FAMILIES, Reference
 
 
 def made_up(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
@@ -56,3 +56,33 @@ def test_they_are_the_same_every_time_and_no_two_alike(tmp_path: Path) -> None:
 def test_they_come_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     weights = made_up("qwen3", tmp_path, torch.bfloat16)
     assert {one.dtype for one in matrices(weights)} == {torch.bfloat16}
+
+
+def norms(weights: ModelWeights) -> dict[str, Tensor]:
+    """By their names in the file."""
+    found = {"model.norm.weight": weights.norm}
+    for index, layer in enumerate(weights.layers):
+        found |= {f"model.layers.{index}.{name}.weight": norm for name, norm in layer.norms.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_are_kept_in_fp32_whatever_the_model_runs_in(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the bit as in the file, and of Gemma 1 more, which would not fit into 16 bits."""
+    reference = Reference(name, tmp_path, dtype=dtype)
+    checkpoint = open_checkpoint(tmp_path)
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, dtype, torch.device("cpu"))
+    checkpoint.close()
+    saved = {key: value for key, value in reference.model.state_dict().items() if key.endswith("norm.weight")}
+    loaded = norms(weights)
+    assert loaded.keys() == saved.keys()
+    for key, norm in loaded.items():
+        assert norm.dtype == torch.float32
+        assert torch.equal(norm, 1 + saved[key] if name == "gemma3" else saved[key])
+    if name == "gemma3":
+        assert not torch.equal(weights.norm, weights.norm.to(dtype).float())
+    assert {one.dtype for one in matrices(weights)} == {dtype}
+    held = [*loaded.values(), *{id(one): one for one in matrices(weights)}.values()]
+    assert weight_bytes(checkpoint.spec, dtype) == sum(one.nbytes for one in held)

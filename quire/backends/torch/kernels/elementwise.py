@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,9 +85,9 @@ def embed(tokens: Tensor, slots: Tensor, last_samples: Tensor, embedding: Tensor
     return out
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of the rows of x [T, E], or of the sum of its parts [parts, T, E] fp32."""
-    return _normed(x, None, weight, eps)
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """RMS norm, in `dtype`, of the rows of x [T, E] in `dtype`, or of the sum of its parts [parts, T, E] fp32."""
+    return _normed(x, None, weight, eps, dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -94,13 +95,15 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
     x [T, E], or with a residual fp32 parts of it [parts, T, E].
     """
-    return _normed(x, residual, weight, eps), x if residual is None else residual
+    total = x if residual is None else residual
+    return _normed(x, residual, weight, eps, total.dtype), total
 
 
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`weight` [E] is fp32, whatever the model runs in."""
     num_rows, size = x.shape[-2:]
     num_parts = len(x) if x.dim() == 3 else 1
-    out = weight.new_empty((num_rows, size))
+    out = x.new_empty((num_rows, size), dtype=dtype)
     width, num_warps = _row_shape(size)
     _norm[(num_rows,)](
         x, residual, weight, out, eps, num_rows * size, E=size, BLOCK=width, PARTS=num_parts, num_warps=num_warps

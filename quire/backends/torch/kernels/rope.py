@@ -27,16 +27,17 @@ def _weight(q_norm, k_norm, dim, is_query, is_key):
 
 
 @triton.jit
-def _times(x, weight, dtype: tl.constexpr):
-    # Rounded after the norm and after the weight, as in models/qwen3.py.
-    return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+    if ROUNDS_FIRST:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weight).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["positions", "slots", "tables", "max_blocks"])
 def _rope_store(
     qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -64,9 +65,9 @@ def _rope_store(
         w3 = _weight(q_norm, k_norm, rest, is_query & in_rest, is_key & in_rest)
         squares = tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True) + tl.sum(x3 * x3, 1, keep_dims=True)
         scale = tl.rsqrt(squares / D + eps)  # [HEADS, 1]
-        x1 = tl.where(turns, _times(x1 * scale, w1, dtype), x1)
-        x2 = tl.where(turns, _times(x2 * scale, w2, dtype), x2)
-        x3 = tl.where(turns, _times(x3 * scale, w3, dtype), x3)
+        x1 = tl.where(turns, _times(x1 * scale, w1, dtype, ROUNDS_FIRST), x1)
+        x2 = tl.where(turns, _times(x2 * scale, w2, dtype, ROUNDS_FIRST), x2)
+        x3 = tl.where(turns, _times(x3 * scale, w3, dtype, ROUNDS_FIRST), x3)
     y1 = (x1 * cosine - x2 * sine).to(dtype)
     y2 = (x2 * cosine + x1 * sine).to(dtype)
     y3 = x3.to(dtype)
@@ -108,9 +109,11 @@ def rope_store(
     sines: Tensor,  # [P, R / 2] fp32
     layer: Tensor,  # [blocks, 2, K, block size, D]
     num_heads: int,
-    q_norm: Tensor | None,  # [D]; both norms or none
-    k_norm: Tensor | None,  # [D]
+    q_norm: Tensor | None,  # [D] fp32; both norms or none
+    k_norm: Tensor | None,  # [D] fp32
     eps: float,
+    *,
+    rounds_first: bool = False,  # to the type of qkv, before the weight of a norm as well as after it
 ) -> Tensor:
     """The queries [T, H, D], normed and rotated. So are the keys, which go with the values to the blocks of `layer`."""
     num_rows = qkv.shape[0]
@@ -121,6 +124,7 @@ def rope_store(
     _rope_store[(num_rows, tiling.num_programs)](
         qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
         H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
-        HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, num_warps=NUM_WARPS,
+        HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return q

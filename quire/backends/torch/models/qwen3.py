@@ -14,7 +14,8 @@ class Qwen3Layer(LlamaLayer):
     def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, rotary: Rotary) -> None:
         super().__init__(spec, index, weights, rotary)
         q_norm, k_norm = weights.norms["self_attn.q_norm"], weights.norms["self_attn.k_norm"]
-        norm = HeadNorm(q_norm, k_norm, spec.num_heads, spec.num_kv_heads, spec.norm_eps)
+        num_heads, num_kv_heads, rounds_first = spec.num_heads, spec.num_kv_heads, spec.rounds_norms_first
+        norm = HeadNorm(q_norm, k_norm, num_heads, num_kv_heads, spec.norm_eps, rounds_first=rounds_first)
         self.heads = replace(self.heads, norm=norm)
 
 

@@ -35,9 +35,11 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_norm(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
-    x, weight = randn(5, size, dtype=dtype) * 3, randn(size, dtype=dtype)
+    x, weight = randn(5, size, dtype=dtype) * 3, randn(size, dtype=torch.float32)
     before = x.clone()
-    assert_rounded(norm(x, weight, EPS), exact_norm(x, weight))
+    normed = norm(x, weight, EPS, dtype)
+    assert normed.dtype == dtype
+    assert_rounded(normed, exact_norm(x, weight))
     assert torch.equal(x, before)
 
 
@@ -45,27 +47,55 @@ def test_norm(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_add_norm_writes_the_sum_over_the_residual(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
-    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, dtype=dtype) * 9, randn(size, dtype=dtype)
+    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, dtype=dtype) * 9, randn(size, dtype=torch.float32)
     x_before, total = x.clone(), x.double() + residual.double()
     normed, out = add_norm(x, residual, weight, EPS)
     assert out is residual
+    assert normed.dtype == dtype
     assert_rounded(residual, total)
     assert torch.equal(x, x_before)
     assert_rounded(normed, exact_norm(residual, weight))  # of the sum as rounded
 
 
-def test_add_norm_without_a_residual_returns_x_itself() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_parts_are_in_the_type_of_the_model(dtype: torch.dtype) -> None:
+    """Parts and weights are fp32 both: neither says what the model runs in."""
     torch.manual_seed(0)
-    x, weight = randn(3, 96, dtype=torch.float32), randn(96, dtype=torch.float32)
+    parts, weight = randn(3, 5, 96, dtype=torch.float32), randn(96, dtype=torch.float32)
+    total = parts.sum(0).to(dtype)
+    if DEVICE == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts off
+        total = (parts[0] + parts[1] + parts[2]).view(torch.int32).bitwise_and(-65536).view(torch.float32).to(dtype)
+    normed = norm(parts, weight, EPS, dtype)
+    assert normed.dtype == dtype
+    assert_rounded(normed, exact_norm(total, weight))
+    residual = randn(5, 96, dtype=dtype)
+    normed, out = add_norm(parts, residual, weight, EPS)
+    assert normed.dtype == out.dtype == dtype
+    assert_rounded(normed, exact_norm(out, weight))
+
+
+def test_weights_are_not_rounded_to_the_type_of_the_model() -> None:
+    """1.0038 is 1 in bf16. The results are rounded alike with both weights, so their sums show the difference."""
+    torch.manual_seed(0)
+    x, ones = randn(8, 4096, dtype=torch.bfloat16), torch.ones(4096, device=DEVICE)
+    one, more = (norm(x, weight, EPS, torch.bfloat16).double().abs().sum() for weight in (ones, ones * 1.0038))
+    assert float(more / one) == pytest.approx(1.0038, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm_without_a_residual_returns_x_itself(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = randn(3, 96, dtype=dtype), randn(96, dtype=torch.float32)
     normed, residual = add_norm(x, None, weight, EPS)
     assert residual is x
+    assert normed.dtype == dtype
     assert_rounded(normed, exact_norm(x, weight))
 
 
 def test_the_norm_of_a_tiny_row_is_held_by_eps() -> None:
     x = torch.full((2, 64), 1e-4, device=DEVICE)
     x[1] = 0
-    normed = norm(x, torch.ones(64, device=DEVICE), EPS)
+    normed = norm(x, torch.ones(64, device=DEVICE), EPS, torch.float32)
     assert_rounded(normed, exact_norm(x, torch.ones(64, device=DEVICE)))
     assert not normed[1].any()
 

@@ -143,11 +143,14 @@ def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_
         assert_near(parts[number], exact_product(span, columns, bias if number == 0 else None))
 
     exact = exact_product(x, weight, bias)
-    scale, residual = randn(num_outputs, dtype=dtype), randn(num_rows, num_outputs, dtype=dtype) * 3
+    scale, residual = randn(num_outputs, dtype=FP32), randn(num_rows, num_outputs, dtype=dtype) * 3
     total = exact + residual.double()
     before = parts.clone()
-    assert_near(norm(parts, scale, EPS), exact_norm(exact, scale), roundings=4)
+    normed = norm(parts, scale, EPS, dtype)
+    assert normed.dtype == dtype
+    assert_near(normed, exact_norm(exact, scale), roundings=4)
     normed, out = add_norm(parts, residual, scale, EPS)
+    assert normed.dtype == dtype
     assert out is residual
     assert torch.equal(parts, before)
     assert_near(residual, total, roundings=3)

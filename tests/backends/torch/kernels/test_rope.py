@@ -40,10 +40,10 @@ class Case:
     q_norm: Tensor | None
     k_norm: Tensor | None
 
-    def run(self, num_heads: int) -> Tensor:
+    def run(self, num_heads: int, *, rounds_first: bool = False) -> Tensor:
         return rope_store(
             self.qkv, self.positions, self.slots, self.tables, self.cosines, self.sines, self.layer, num_heads,
-            self.q_norm, self.k_norm, EPS,
+            self.q_norm, self.k_norm, EPS, rounds_first=rounds_first,
         )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> 
     slots = torch.cat((places // max_context, torch.tensor([-1, -1])))
     positions = torch.cat((places % max_context, torch.tensor([0, 2**30])))
     angles = torch.rand(max_context, rotary_size // 2) * 7
-    q_norm, k_norm = torch.randn(2, head_size).to(DEVICE, dtype)
+    q_norm, k_norm = torch.randn(2, head_size).to(DEVICE)
     return Case(
         qkv=(torch.randn(len(slots), (num_heads + 2 * num_kv_heads) * head_size) * 2).to(DEVICE, dtype),
         positions=positions.to(DEVICE, torch.int32),
@@ -92,14 +92,14 @@ def assert_near(got: Tensor, exact: Tensor) -> None:
     assert bool(((got.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("has_norms", "rounds_first"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> None:
+def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool, rounds_first: bool) -> None:
     num_heads, num_kv_heads, head_size, _, block_size = shape
     case = random_case(shape, dtype, has_norms)
     before, layer_before = case.qkv.clone(), case.layer.clone()
-    q = case.run(num_heads)
+    q = case.run(num_heads, rounds_first=rounds_first)
     assert torch.equal(case.qkv, before)
     assert q.shape == (6, num_heads, head_size)
     assert q.dtype == dtype
@@ -116,6 +116,31 @@ def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool)
     # Nothing else was written: neither by these rows nor by the padding.
     case.layer[blocks, :, :, offsets] = layer_before[blocks, :, :, offsets]
     assert torch.equal(case.layer, layer_before)
+
+
+def unrotated(weight: float, *, rounds_first: bool) -> tuple[Tensor, Tensor]:
+    """Queries in bf16 with that weight of their norm, and as they are in fp64."""
+    num_heads, num_kv_heads, head_size = 16, 8, 128
+    case = random_case((num_heads, num_kv_heads, head_size, head_size, 32), torch.bfloat16, True)
+    case.cosines.fill_(1.0)
+    case.sines.fill_(0.0)
+    case.q_norm = case.k_norm = torch.full((head_size,), weight, device=DEVICE)
+    rows = case.slots >= 0
+    queries = case.qkv[rows].view(int(rows.sum()), -1, head_size)[:, :num_heads]
+    return case.run(num_heads, rounds_first=rounds_first)[rows], normed(queries, case.q_norm)
+
+
+def test_weights_are_not_rounded_to_the_type_of_the_model() -> None:
+    """1.0038 is 1 in bf16. The results are rounded alike with both weights, so their sums show the difference."""
+    one, more = (unrotated(weight, rounds_first=False)[0].double().abs().sum() for weight in (1.0, 1.0038))
+    assert float(more / one) == pytest.approx(1.0038, abs=1e-3)
+
+
+@pytest.mark.parametrize(("rounds_first", "num_roundings"), [(False, 1), (True, 2)])
+def test_a_norm_is_rounded_as_its_family_does(rounds_first: bool, num_roundings: int) -> None:
+    got, exact = unrotated(1.3, rounds_first=rounds_first)
+    error = float(((got.double() - exact) / exact).abs().max()) / unit(torch.bfloat16)
+    assert num_roundings - 0.9 < error < 1.01 * num_roundings
 
 
 def test_a_batch_of_padding_writes_nothing() -> None:

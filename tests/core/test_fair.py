@@ -1,0 +1,277 @@
+"""The fair policy in a scheduler: exact plans. Blocks have 4 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.core.events import Preempted, PrefixWaited
+from quire.core.ledger import UNITS, StepCost
+from quire.core.policy import Aging, Fair, Fcfs, make_policy
+from quire.core.request import Priority, RequestState
+from quire.errors import InvalidRequest
+from tests.core.helpers import NS, Rig, shape
+
+HIGH, NORMAL, LOW = Priority
+
+
+def costly(base_ns: int, token_ns: int) -> Fair:
+    fair = Fair()
+    fair.ledger.cost = StepCost(base_ns, token_ns)
+    return fair
+
+
+def rows(rig: Rig) -> list[int]:
+    return [piece.request_id for piece in rig.step().slices]
+
+
+# Tiers
+
+
+def test_high_goes_before_a_low_backlog_however_old_it_is() -> None:
+    """The aging policy let LOW requests older than two patiences go first, and spared them from preemption."""
+    rig = Rig(max_seqs=2, num_blocks=200)
+    for request_id in range(40):
+        rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=30)
+    for request_id in range(100, 110):
+        rig.now_ns += 60 * NS
+        rig.step()
+        high = rig.add(request_id, [request_id] * 3, priority=HIGH, max_tokens=1)
+        assert request_id in rows(rig), "HIGH waited for LOW"
+        assert high.finish_reason is not None
+
+
+def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
+    fair = Fair()
+    rig = Rig(max_seqs=1, policy=fair)
+    rig.add(1, [1] * 3, priority=HIGH, max_tokens=20)
+    rig.step()
+    rig.add(2, [2] * 3, priority=LOW, max_tokens=20)
+    rig.add(3, [3] * 3, priority=HIGH, max_tokens=20)
+    for _ in range(19):
+        rig.step()
+    assert fair.ledger.credits[LOW] == 19 * UNITS // 8
+    assert rows(rig) == [2]  # LOW is owed 2.4 tokens, and its prompt has three
+    assert rows(rig) == [3]  # it has had them
+    assert [event.request_id for event in rig.happened(Preempted)] == [2]
+    while fair.ledger.credits[LOW] <= 0:
+        assert rows(rig) == [3]
+    assert rows(rig) == [3]  # owed, but it waits, and LOW preempts nobody
+
+
+def test_a_request_is_not_preempted_twice_without_progress() -> None:
+    rig = Rig(max_seqs=1, num_blocks=33, max_chunk_tokens=8)
+    low = rig.add(1, range(24), priority=LOW, max_tokens=20)
+    for _ in range(4):
+        rig.step()
+    rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
+    assert rows(rig) == [2]
+    assert low.num_preempted_at == 24 + 1
+    rig.cache.clear()  # what it had computed is gone
+    assert rows(rig) == [1]
+    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
+    while not low.has_progressed:
+        assert rows(rig) == [1]
+    assert rows(rig) == [3]
+    assert low.num_preemptions == 2
+
+
+def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> None:
+    """It needs a block; the only other request was preempted before and has not caught up."""
+    rig = Rig(max_seqs=2, num_blocks=13, max_chunk_tokens=4)  # 12 blocks
+    low = rig.add(1, range(16), priority=LOW, max_tokens=20)
+    for _ in range(5):
+        rig.step()
+    high = rig.add(2, range(100, 128), priority=HIGH, max_tokens=20)
+    rig.step()
+    assert low.num_preemptions == 1
+    low.num_preempted_at = 10_000  # as if it could never catch up
+    for _ in range(7):
+        rig.step()
+    rig.add(3, range(300, 304), priority=HIGH, max_tokens=1)
+    stalled = 0
+    for _ in range(30):
+        plan = rig.step()
+        stalled += low.state is RequestState.RUNNING and 2 not in [piece.request_id for piece in plan.slices]
+    assert high.finish_reason is not None
+    assert low.num_preemptions == 1
+
+
+# Rows that cost time
+
+
+def test_a_step_leaves_low_rows_out_so_that_high_keeps_most_of_its_speed() -> None:
+    rig = Rig(max_seqs=17, num_blocks=400, policy=costly(50, 10))
+    for request_id in range(16):
+        rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
+    rig.step()
+    high = rig.add(99, [99] * 3, priority=HIGH, max_tokens=20)
+    rig.step()
+    turns = []
+    while high.finish_reason is None:
+        plan = rig.step()
+        assert plan.slices[0].request_id == 99
+        turns += [piece.request_id for piece in plan.slices[1:]]
+        assert len(plan.slices) <= 1 + 2  # a third of 50 + 10 is two tokens
+    assert len(turns) >= 19 * 2 - 2
+    assert max(map(turns.count, range(16))) - min(map(turns.count, range(16))) <= 1, "rows take turns"
+    assert len(rig.step().slices) == 16  # and all of them run when HIGH is gone
+
+
+def test_on_a_device_whose_rows_are_nearly_free_nothing_changes() -> None:
+    for policy in (Fair(), costly(10**9, 1)):
+        rig = Rig(max_seqs=17, num_blocks=400, policy=policy)
+        for request_id in range(16):
+            rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
+        rig.add(99, [99] * 3, priority=HIGH, max_tokens=20)
+        for _ in range(5):
+            assert len(rig.step().slices) == 17
+
+
+def test_low_has_its_share_though_normal_takes_all_that_high_leaves() -> None:
+    rig = Rig(max_seqs=24, num_blocks=800, policy=costly(0, 10))
+    rig.add(0, [0] * 3, priority=HIGH, max_tokens=None)
+    for request_id in range(1, 17):
+        rig.add(request_id, [request_id] * 3, priority=NORMAL, max_tokens=None)
+    rig.add(20, [20] * 3, priority=LOW, max_tokens=None)
+    rig.step()
+    counts = dict.fromkeys(Priority, 0)
+    for _ in range(240):
+        for piece in rig.step().slices:
+            request = rig.scheduler.get(piece.request_id)
+            assert request is not None
+            counts[request.priority] += piece.length
+    total = sum(counts.values())
+    assert counts[HIGH] == 240  # a token in every step
+    assert counts[LOW] >= total / 8 - 3
+    assert counts[NORMAL] >= total / 8
+
+
+def test_a_prompt_of_a_lower_tier_is_rationed_too() -> None:
+    rig = Rig(max_seqs=4, num_blocks=800, policy=costly(50, 10))
+    rig.add(1, [1] * 3, priority=HIGH, max_tokens=None)
+    rig.step()
+    rig.add(2, range(1000, 1600), priority=LOW, max_tokens=1)
+    for _ in range(10):
+        plan = rig.step()
+        assert plan.slices[0].request_id == 1
+        assert sum(piece.length for piece in plan.slices[1:]) <= 2
+
+
+def test_rows_of_low_alone_are_kept_to_a_short_step() -> None:
+    rig = Rig(max_seqs=64, num_blocks=1000, policy=costly(5_000_000, 2_000_000))
+    for request_id in range(64):
+        rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
+    plans = [rig.step() for _ in range(30)]
+    assert max(plan.num_tokens for plan in plans) == 22
+    assert min(plan.num_tokens for plan in plans) >= 21
+
+
+def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> None:
+    rig = Rig(max_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
+    low = rig.add(1, range(16), priority=LOW, max_tokens=20)
+    for _ in range(30):
+        rig.step()
+    assert low.num_output_tokens > 0
+    rig.add(2, range(100, 120), priority=HIGH, max_tokens=20)
+    for _ in range(200):
+        plan = rig.step()
+        assert not plan.is_empty or not rig.scheduler.has_work
+
+
+# Tenants
+
+
+def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() -> None:
+    rig = Rig(max_seqs=1, num_blocks=200)
+    for request_id in range(30):
+        rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
+    for _ in range(4 * 4):
+        rig.step()
+    rig.add(100, [100] * 4, max_tokens=4, tenant="person")
+    rig.add(101, [101] * 4, max_tokens=4, tenant="person")
+    order = []
+    while rig.scheduler.has_work:
+        for request_id in rows(rig):
+            if request_id not in order:
+                order.append(request_id)
+    assert order.index(100) <= 1
+    assert order.index(101) <= 3
+    assert order[-1] == 29
+
+
+def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> None:
+    rig = Rig(max_seqs=8, num_blocks=2000, max_step_tokens=64, max_chunk_tokens=32)
+    for request_id in range(4):
+        rig.add(request_id, range(1000 * request_id, 1000 * request_id + 900), max_tokens=1, tenant="batch")
+    for _ in range(6):
+        rig.step()
+    rig.add(9, range(7000, 7020), max_tokens=1, tenant="person")
+    assert (9, 0, 20) in shape(rig.step())
+
+
+# Prefixes in flight
+
+
+def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
+    """Each is parked with the request that computes its prefix; a step in between does not touch them."""
+    rig = Rig(max_seqs=4, num_blocks=4000, max_chunk_tokens=32, max_step_tokens=64, max_waiting=2000)
+    rig.add(0, range(2000), max_tokens=4)
+    for request_id in range(1, 1000):
+        rig.add(request_id, range(2000), max_tokens=1)
+    rig.step()
+    waiters = rig.scheduler.waiting.prefix_waiters
+    assert len(waiters) == 999
+    assert len(rig.happened(PrefixWaited)) == 999
+
+    def touched(_request: object) -> bool:
+        raise AssertionError("a waiter was looked at again")
+
+    park, waiters.park = waiters.park, touched  # type: ignore[method-assign, assignment]
+    for _ in range(50):
+        rig.step()
+    waiters.park = park  # type: ignore[method-assign]
+    rig.scheduler.cancel(500)
+    assert len(waiters) == 998
+    assert len(rig.scheduler.waiting) == 998
+    rig.run(5000)
+
+
+def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
+    rig = Rig(max_seqs=4, num_blocks=400, max_chunk_tokens=8)
+    rig.add(0, range(40), max_tokens=1)
+    short = rig.add(1, [*range(16), 900, 901], max_tokens=1)
+    long = rig.add(2, [*range(32), 900, 901], max_tokens=1)
+    starts: dict[int, int] = {}
+    for number in range(10):
+        for piece in rig.step().slices:
+            starts.setdefault(piece.request_id, number)
+    assert starts == {0: 0, 1: 2, 2: 4}
+    assert (short.num_cached_tokens, long.num_cached_tokens) == (16, 32)
+
+
+# The table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("lifo",), "policy = 'lifo' is not one of fair, aging, fcfs"),
+        (("fair", 3.0), "patience_s = 3.0 means something only under the policy aging"),
+        (("fcfs", None, 0.2), "normal_share = 0.2 means something only under the policy fair"),
+        (("aging", None, None, 0.2), "low_share = 0.2 means something only under the policy fair"),
+        (("fair", None, 2.0), "normal_share = 2.0 is not a number above 0 and below 1"),
+    ],
+)
+def test_what_means_nothing_under_a_policy_is_refused(arguments: tuple[str, float], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make_policy(*arguments)
+
+
+def test_the_table_makes_what_it_is_asked_for() -> None:
+    assert isinstance(make_policy("fcfs"), Fcfs)
+    aging = make_policy("aging", 3.0)
+    assert isinstance(aging, Aging)
+    assert aging.patience_s == 3.0
+    fair = make_policy("fair", None, 0.5)
+    assert isinstance(fair, Fair)
+    assert fair.ledger.shares == {NORMAL: UNITS // 2, LOW: UNITS // 8}

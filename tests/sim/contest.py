@@ -1,0 +1,119 @@
+"""Endless loads against the fair policy: tiers and tenants that always want more than there is, made from one seed.
+
+There is no runner: answers are as long as they may be, and their tokens mean nothing. What is checked is who is served.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from quire.core.check import check_scheduler
+from quire.core.events import Admitted, Event, Preempted
+from quire.core.kv_cache import KVCacheManager
+from quire.core.ledger import UNITS, StepCost
+from quire.core.policy import Fair
+from quire.core.request import Priority, Request, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.core.step import StepPlan, StepResult
+
+MAX_PROMPT, MAX_ANSWER = 40, 12
+COSTS = (None, None, StepCost(1, 1_000), StepCost(5_000_000, 2_000_000), StepCost(10**9, 10**7))
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests of one tenant. `num_waiting`: how many of them wait at any time; 0: one comes now and then."""
+
+    priority: Priority
+    tenant: str = ""
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What had been computed when a request came, and how many steps had been planned."""
+
+    request: Request
+    num_steps: int
+    total: int
+    own: int  # of its tier
+
+
+class Contest:
+    def __init__(self, seed: int, loads: list[Load]) -> None:
+        self.random = random = Random(seed)
+        self.loads = loads
+        self.fair = Fair()
+        self.fair.ledger.cost = random.choice(COSTS)
+        self.max_seqs = random.choice((1, 2, 4, 8, 16))
+        self.max_step_tokens = self.max_seqs + random.choice((4, 16, 64))
+        longest = MAX_PROMPT + MAX_ANSWER
+        num_blocks = 1 + self.max_seqs * -(-longest // 4) * random.choice((1, 2))
+        self.scheduler = Scheduler(
+            KVCacheManager(num_blocks + 2 * self.max_seqs, 4, observe=self._observe),
+            self.fair,
+            max_seqs=self.max_seqs,
+            max_step_tokens=self.max_step_tokens,
+            max_chunk_tokens=random.choice((4, 16, 64)),
+            observe=self._observe,
+        )
+        self.drain_tokens = self.max_seqs * longest + self.max_step_tokens  # until a slot and its blocks are free
+        self.served: Counter[Priority] = Counter()
+        self.served_tenants: Counter[tuple[Priority, str]] = Counter()
+        self.arrivals: dict[int, Arrival] = {}  # of requests that have not started
+        self.started: list[Arrival] = []  # with what was computed between arrival and start, in place of the counts
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self.now_ns = 0
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Preempted):
+            self.num_preemptions += 1
+        elif isinstance(event, Admitted) and not event.is_resumed:
+            at = self.arrivals.pop(event.request_id)
+            priority = at.request.priority
+            self.started.append(
+                Arrival(
+                    at.request,
+                    self.num_steps - at.num_steps,
+                    sum(self.served.values()) - at.total,
+                    self.served[priority] - at.own,
+                )
+            )
+
+    def add(self, load: Load) -> None:
+        number = len(self.started) + len(self.arrivals) + 1
+        prompt = [self.random.randrange(1 << 30) for _ in range(self.random.randint(1, MAX_PROMPT))]
+        sampling = SamplingParams(max_tokens=self.random.randint(1, MAX_ANSWER))
+        request = Request(number, prompt, sampling, priority=load.priority, tenant=load.tenant)
+        total, own = sum(self.served.values()), self.served[load.priority]
+        self.arrivals[number] = Arrival(request, self.num_steps, total, own)
+        self.scheduler.add(request, self.now_ns)
+
+    def step(self) -> StepPlan:
+        waiting = Counter((request.priority, request.tenant) for request in self.scheduler.waiting)
+        for load in self.loads:
+            while load.num_waiting and waiting[load.priority, load.tenant] < load.num_waiting:
+                waiting[load.priority, load.tenant] += 1
+                self.add(load)
+        self.now_ns += 1_000_000
+        plan = self.scheduler.schedule(self.now_ns)
+        self.num_steps += 1
+        requests = [self.scheduler.get(piece.request_id) for piece in plan.slices]
+        for piece, request in zip(plan.slices, requests, strict=True):
+            assert request is not None
+            self.served[request.priority] += piece.length
+            self.served_tenants[request.priority, request.tenant] += piece.length
+        if not plan.is_empty:
+            tokens = tuple((1,) if piece.wants_token else () for piece in plan.slices)
+            self.scheduler.commit(plan, StepResult(tokens))
+        if self.num_steps % 50 == 0:
+            check_scheduler(self.scheduler)
+        return plan
+
+    def lag(self, priority: Priority) -> float:
+        """How many tokens a tier is behind its guaranteed share."""
+        share = self.fair.ledger.shares[priority] / UNITS
+        return share * sum(self.served.values()) - self.served[priority]
