@@ -14,7 +14,8 @@ from quire.core.block import TOKEN_BYTES
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from quire.core.prefix import CacheExplanation, TokenChain
+    from quire.core.chain import TokenChain
+    from quire.core.prefix import CacheExplanation
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256

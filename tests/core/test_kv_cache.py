@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.chain import NAMED_AT_ONCE, hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
-from quire.core.prefix import NAMED_AT_ONCE, NO_HIT, hash_block_tokens
+from quire.core.prefix import NO_HIT
 from quire.core.request import Request, SamplingParams
 from quire.core.step import BlockCopy
 from quire.errors import ContextTooLong, OutOfBlocks

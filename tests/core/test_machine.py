@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.core.chain import pack_tokens
 from quire.core.check import check_cache
 from quire.core.kv_cache import KVCacheManager
-from quire.core.prefix import pack_tokens
 from quire.core.request import Request
 from quire.core.step import BlockCopy
 

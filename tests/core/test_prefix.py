@@ -9,16 +9,8 @@ from random import Random
 import pytest
 
 from quire.core.block import KVCacheBlock
-from quire.core.prefix import (
-    KEY_BYTES,
-    PrefixTree,
-    StopReason,
-    TokenChain,
-    common_run,
-    hash_block_tokens,
-    pack_tokens,
-    root_key,
-)
+from quire.core.chain import KEY_BYTES, TokenChain, hash_block_tokens, pack_tokens, root_key
+from quire.core.prefix import PrefixTree, StopReason, common_run
 
 
 class Forest:

@@ -27,7 +27,7 @@ def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *,
 
 
 MUTANTS = (
-    _mutant("unchained keys", "core/prefix.py", "    state.update(parent_key)\n", ""),
+    _mutant("unchained keys", "core/chain.py", "    state.update(parent_key)\n", ""),
     _mutant(
         "one salt matches another",
         "core/prefix.py",
@@ -481,7 +481,7 @@ MUTANTS = (
     ),
     _mutant(
         "names of another salt",
-        "core/prefix.py",
+        "core/chain.py",
         "        if self.root == other.root:\n            self._follow(other, known)\n",
         "        self._follow(other, known)\n",
         "tests/core/test_prefix.py",

@@ -13,6 +13,7 @@ from random import Random
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, digest, run_alone
+from quire.core.chain import hash_block_tokens
 from quire.core.check import check_scheduler
 from quire.core.events import (
     Admitted,
@@ -28,7 +29,7 @@ from quire.core.events import (
 from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import StepCost
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
-from quire.core.prefix import StopReason, hash_block_tokens
+from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import SeqSlice, StepPlan, TokenUpdate
