@@ -1,4 +1,4 @@
-"""What the core costs: per operation, per step, and for the prefix tree when nothing ever hits.
+"""What the core costs: per operation, per step, per prompt, per audit, and for the prefix tree when nothing ever hits.
 
     python benchmarks/core.py            all tables, about a minute
     python benchmarks/core.py --quick    a smoke run
@@ -17,13 +17,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import count
 from random import Random
 
+from quire.backends.base import Capacity
+from quire.backends.fake import FakeRunner
+from quire.core.check import audit
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair
-from quire.core.request import Request, SamplingParams
+from quire.core.request import PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
+from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.engine import Engine
+from quire.engine.wire import Add, pack, to_worker
+from quire.engine.worker import MAX_LOOKED_AT
 
 CONTEXT = 2048
 SMALLEST_STEP_MS = (
@@ -169,6 +177,71 @@ def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
     return spent / steps / 1000
 
 
+def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
+    """Microseconds a worker spends on a prompt: from its message to a request that waits, and to find it cached."""
+    prompt = PackedPrompt.of(Random(4).choices(range(32_000), k=num_tokens))
+    frame = pack(Add((1,), prompt, SamplingParams(max_tokens=1), Priority.NORMAL, ""))[4:]
+    capacity = Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000)
+    runner = FakeRunner(capacity)
+    engine = Engine(runner, make_scheduler(runner, EngineConfig()))
+    cache, ids = engine.scheduler.cache, count(1)
+    requests: list[Request] = []
+
+    def add() -> int:
+        message = to_worker.decode(frame)
+        assert isinstance(message, Add)
+        request_id = next(ids)
+        engine.add(request_id, message.prompt, message.sampling)
+        requests.append(engine.scheduler.requests[request_id])
+        return 1
+
+    def match() -> int:
+        requests.append(Request(0, prompt))
+        cache.match(requests[-1])
+        return 1
+
+    table = {"decode and Engine.add": nanoseconds(add, repeats) / 1000}
+    table["match, nothing cached"] = nanoseconds(match, repeats) / 1000
+    first = requests[0]
+    cache.grow(first, num_tokens)
+    first.num_computed = num_tokens
+    cache.publish(first)
+    table["match, all cached"] = nanoseconds(match, repeats) / 1000
+    return table
+
+
+def idle_audit(num_blocks: int) -> tuple[int, float, float]:
+    """An audit of a pool full of cached content: slices, and milliseconds of CPU time of all and of the longest."""
+    random = Random(5)
+    scheduler = Scheduler(KVCacheManager(num_blocks), Fair())
+    for request_id in range((num_blocks - 1) // 65):
+        fill(scheduler.cache, request_id, random)
+    times, slices = [], audit(scheduler, max_blocks=MAX_LOOKED_AT)
+    while True:
+        begin = time.process_time_ns()  # of this process: others may have the processor in between
+        is_over = next(slices, slices) is slices
+        times.append((time.process_time_ns() - begin) / 1e6)
+        if is_over:
+            return len(times), sum(times), max(times)
+
+
+def pin_us(num_blocks: int, repeats: int) -> float:
+    """A pin of 64 blocks that one of 64 others yields to: half the pool is pinned."""
+    board = (cache := KVCacheManager(num_blocks)).pins
+    size = max(board.max_blocks // 500, 1)
+    blocks = cache.pool.blocks[1:]
+    for start in range(0, board.max_blocks, size):
+        board.pin(f"{start % 7}/{start}", tuple(blocks[start : start + size]), 10**18)
+    numbers = count()
+
+    def pin() -> int:
+        start = board.max_blocks + next(numbers) % (board.max_blocks - 64)
+        board.pin(f"new/{start}", tuple(blocks[start : start + 64]), 10**18)
+        return 1
+
+    return nanoseconds(pin, repeats) / 1000
+
+
 def row(cells: Iterable[object]) -> str:
     first, *rest = cells
     return f"  {first!s:26}" + "".join(f"{cell!s:>14}" for cell in rest)
@@ -205,6 +278,22 @@ def main() -> int:
     crowds = (16, 64) if options.quick else (16, 256, 1_000)
     print(row(["waiting", *(f"{crowd:,}" for crowd in crowds)]))
     print(row(["us a step", *(f"{waiting_us(crowd):,.0f}" for crowd in crowds)]))
+
+    lengths = (1_024, 8_192) if options.quick else (1_024, 16_384, 131_072)
+    print("\nletting a prompt in, microseconds")
+    print(row(["tokens", *(f"{length:,}" for length in lengths)]))
+    admissions = [admission_us(length, min(repeats, 20)) for length in lengths]
+    for name in admissions[0]:
+        print(row([name, *(f"{table[name]:,.0f}" for table in admissions)]))
+
+    print(f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks at a time; a pin of 64 blocks, half the pool being pinned")
+    pools = [size for size in sizes if size <= 100_000]
+    print(row(["blocks", *(f"{size:,}" for size in pools)]))
+    audits = [idle_audit(size) for size in pools]
+    print(row(["slices", *(f"{num_slices:,}" for num_slices, _, _ in audits)]))
+    print(row(["ms in all", *(f"{total:,.0f}" for _, total, _ in audits)]))
+    print(row(["ms, the longest slice", *(f"{longest:.2f}" for _, _, longest in audits)]))
+    print(row(["us a pin", *(f"{pin_us(size, repeats):,.0f}" for size in pools)]))
 
     lives = 3 if options.quick else 20
     pairs = [

@@ -181,11 +181,15 @@ def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple
         if request is not None:
             held.update(request.block_table)
     ranges: list[tuple[int, int]] = []
+    first = end = NULL_BLOCK_ID  # of the range that is not complete
     for block_id in sorted(held):
-        if ranges and block_id == sum(ranges[-1]):
-            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
-        else:
-            ranges.append((block_id, 1))
+        if block_id != end:
+            if end > first:
+                ranges.append((first, end - first))
+            first = block_id
+        end = block_id + 1
+    if end > first:
+        ranges.append((first, end - first))
     return tuple(ranges)
 
 

@@ -1,25 +1,31 @@
-"""The laws of the core, checked from outside: who holds what, what is findable, and that every count agrees.
+"""The invariants of the core, checked from outside: who holds what, what can be found, and that every count agrees.
 
-The simulator calls this after every event. A server may call it when idle: it reads everything and changes nothing.
+`check_scheduler` checks all of them in one go; the simulator calls it after every event. `audit` is the same in slices
+of bounded work, for a worker with nothing to do. Both read everything and change nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Sequence
+import sys
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from quire.core.block import NULL_BLOCK_ID, KVCacheBlock
 from quire.core.kv_cache import KVCacheManager
+from quire.core.pins import PinBoard
 from quire.core.prefix import PrefixTree
 from quire.core.request import Request, RequestState
 from quire.core.scheduler import Scheduler
 from quire.errors import InvariantViolation
 
+T = TypeVar("T")
+
 _state = attrgetter("state", "slot", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published")
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
+_block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
 _IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # of a request that waits
 
 
@@ -28,46 +34,87 @@ def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None)
 
     With the roots of all salts in use, it also checks that every chain in the tree begins at one of them.
     """
+    _exhaust(audit(scheduler, roots))
+
+
+def audit(
+    scheduler: Scheduler, roots: Container[bytes] | None = None, *, max_blocks: int = sys.maxsize
+) -> Iterator[None]:
+    """`check_scheduler` in slices: yields each time it has looked at `max_blocks` blocks, or as many requests.
+
+    What it has seen must not change before it ends: after any change, drop it and begin another.
+    """
     cache = scheduler.cache
-    running, waiting = list(scheduler.running), list(scheduler.waiting)  # once: this runs after every event of a world
-    held = list(chain.from_iterable([request.block_table for request in running]))
-    tables = Counter(held)
+    holders = [0] * len(cache.pool.blocks)  # how often each block is held, by what was counted so far
+    for piece in _slices(chain.from_iterable(map(_block_table, scheduler.running.requests)), max_blocks):
+        _count(holders, piece)
+        yield
+    yield from _check_running_set(scheduler, holders, max_blocks)
+    yield from _check_waiting(scheduler, max_blocks)
     for plan in scheduler.in_flight:
-        held += [copy.source for copy in plan.copies]
-    for pin in cache.pins:
-        held += [block.block_id for block in pin.blocks]
-    check_cache(cache, Counter(held), roots)
-
-    _check_running_set(scheduler, running, tables)
-    if list(map(_state, waiting)) != [_IDLE] * len(waiting):
-        busy = [(request, _state(request)) for request in waiting if _state(request) != _IDLE]
-        _fail(f"waiting but not idle, or with counts of a running request: {busy}")
-    num_tokens = sum(map(len, map(_tokens, waiting)))
-    if scheduler.waiting.num_tokens != num_tokens:
-        _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
-    alive = [*map(_request_id, running), *map(_request_id, waiting)]
-    if len(alive) != len(scheduler.alive) or set(alive) != set(scheduler.alive):
-        _fail(f"requests are not each running or waiting: {sorted(alive)} against {sorted(scheduler.alive)}")
+        _count(holders, [copy.source for copy in plan.copies])
+    yield from _check_cache(cache, holders, roots, max_blocks)
 
 
-def _check_running_set(scheduler: Scheduler, running: Sequence[Request], tables: Counter[int]) -> None:
+def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
+    """The pool, the tree and the pins, given the block ids that others hold, each as often as it is held."""
+    holders = [0] * len(cache.pool.blocks)
+    _count(holders, held)
+    _exhaust(_check_cache(cache, holders, roots, sys.maxsize))
+
+
+def _exhaust(slices: Iterator[None]) -> None:
+    deque(slices, maxlen=0)
+
+
+def _slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    piece = list(islice(iterator, size))
+    while piece:
+        yield piece
+        piece = list(islice(iterator, size)) if len(piece) == size else []
+
+
+def _count(holders: list[int], block_ids: Iterable[int]) -> None:
+    try:
+        for block_id in block_ids:
+            holders[block_id] += 1
+    except IndexError:
+        _fail(f"a block is held that is not one of the {len(holders)}")
+
+
+# Requests
+
+
+def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -> Iterator[None]:
     """`tables`: how often each block stands in one."""
-    cache = scheduler.cache
-    promised = Counter(
-        [(piece.request_id, piece.epoch) for plan in scheduler.in_flight for piece in plan.slices if piece.wants_token]
-    )
+    promised: dict[tuple[int, int], int] = {}  # a plain dict: a Counter takes longer to make than the rest of this
+    for plan in scheduler.in_flight:
+        for sequence in plan.slices:
+            if sequence.wants_token:
+                owner = sequence.request_id, sequence.epoch
+                promised[owner] = promised.get(owner, 0) + 1
+    running = scheduler.running.requests
     slots = list(scheduler.running.free_slots)
-    writers: list[int] = []
+    num_seen = 0
     for request in running:
-        _check_running(request, cache)
+        _check_running(request, scheduler)
         if request.num_in_flight != promised.get((request.request_id, request.epoch), 0):
             _fail(f"{request!r} has samples in flight that are not its own")
         assert request.slot is not None
         slots.append(request.slot)
-        writers += request.block_table[request.num_computed // cache.block_size :]
-    for block_id in writers:
-        if tables[block_id] != 1:
-            _fail(f"block {block_id} is written by one request and held by {tables[block_id]}")
+        table, first_written = request.block_table, request.num_computed // scheduler.cache.block_size
+        parent_key: bytes | None = None
+        for start in range(0, len(table), size):
+            piece = table[start : start + size]
+            parent_key = _check_table(request, piece, parent_key, scheduler.cache)
+            for block_id in piece[max(first_written - start, 0) :]:
+                if tables[block_id] != 1:
+                    _fail(f"block {block_id} is written by one request and held by {tables[block_id]}")
+            num_seen += len(piece)
+            if num_seen >= size:
+                num_seen = 0
+                yield
     if sorted(slots) != list(range(scheduler.running.max_seqs)):
         _fail(f"slots are not each free or held once: {sorted(slots)}")
     order = [(request.urgency, request.sequence) for request in running]
@@ -75,46 +122,139 @@ def _check_running_set(scheduler: Scheduler, running: Sequence[Request], tables:
         _fail(f"running requests are out of order: {order}")
 
 
-def check_cache(cache: KVCacheManager, holders: Counter[int], roots: Container[bytes] | None = None) -> None:
-    """The pool and the tree, given how often each block is held."""
-    pool, tree = cache.pool, cache.tree
-    free = [block.block_id for block in pool.free]
-    is_free = set(free)
-    if len(free) != len(pool.free) or len(is_free) != len(free):
-        _fail(f"the free list is corrupt: {free}")
-    if NULL_BLOCK_ID in is_free or NULL_BLOCK_ID in holders:
+def _check_running(request: Request, scheduler: Scheduler) -> None:
+    """All but its block table."""
+    block_size = scheduler.cache.block_size
+    if request.state is not RequestState.RUNNING or request.slot is None:
+        _fail(f"{request!r} is among the running")
+    if not 0 <= request.num_computed <= request.num_planned <= request.num_tokens <= request.token_limit:
+        _fail(f"{request!r} has counts out of order")
+    if len(request.block_table) * block_size < request.num_planned:
+        _fail(f"{request!r} has a table that does not cover its plan")
+    if request.num_published > request.num_computed // block_size:
+        _fail(f"{request!r} published blocks it has not computed")
+
+
+def _check_table(
+    request: Request, table: Sequence[int], parent_key: bytes | None, cache: KVCacheManager
+) -> bytes | None:
+    """A part of a table, behind a block of key `parent_key`: who holds a position holds a twin of each before it.
+
+    Returns the key of its last block.
+    """
+    blocks = cache.pool.blocks
+    for block_id in table:
+        block = blocks[block_id]
+        if block.parent_key is not None and parent_key not in (None, block.parent_key):
+            _fail(f"{request!r} holds {block!r} but not what it follows")
+        parent_key = block.key if block.key is not None else b"nothing follows"
+    return parent_key
+
+
+def _check_waiting(scheduler: Scheduler, size: int) -> Iterator[None]:
+    """Those who wait hold nothing, and everyone alive either runs or waits."""
+    num_tokens = 0
+    for piece in _slices(scheduler.waiting, size):
+        if list(map(_state, piece)) != [_IDLE] * len(piece):
+            busy = [(request, _state(request)) for request in piece if _state(request) != _IDLE]
+            _fail(f"waiting but not idle, or with counts of a running request: {busy}")
+        num_tokens += sum(map(len, map(_tokens, piece)))
+        _check_alive(scheduler, piece)
+        yield
+    if scheduler.waiting.num_tokens != num_tokens:
+        _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
+    _check_alive(scheduler, scheduler.running.requests)  # each in one slot, so none is here twice
+    num_found = len(scheduler.running) + len(scheduler.waiting)
+    if num_found != len(scheduler.requests):
+        _fail(f"{num_found} requests run or wait, and {len(scheduler.requests)} are alive")
+
+
+def _check_alive(scheduler: Scheduler, requests: list[Request]) -> None:
+    known = list(map(scheduler.requests.get, map(_request_id, requests)))
+    if known != requests:
+        _fail(f"requests that run or wait are not those alive by the same id: {requests} against {known}")
+
+
+# The cache
+
+
+def _check_cache(
+    cache: KVCacheManager, holders: list[int], roots: Container[bytes] | None, size: int
+) -> Iterator[None]:
+    """`holders`: how often each block is held by others than pins; those are added here."""
+    if cache.pins or cache.pins.holders or cache.pins.owners:
+        yield from _check_pins(cache.pins, holders, size)
+    pool, tree, is_free = cache.pool, cache.tree, bytearray(len(holders))
+    yield from _mark_free(cache, is_free, size)
+    if is_free[NULL_BLOCK_ID] or holders[NULL_BLOCK_ID]:
         _fail("the null block was handed out")
     num_cached = num_shared = 0
     num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # then the tree will not reach it
-    num_holders = holders.get
-    for block in islice(pool.blocks, NULL_BLOCK_ID + 1, None):
-        ref_count = block.ref_count
-        if ref_count != num_holders(block.block_id, 0):
-            _fail(f"{block!r} has {holders[block.block_id]} holders")
-        if (ref_count == 0) != (block.block_id in is_free):
-            _fail(f"{block!r} is {'not ' if ref_count == 0 else ''}in the free list")
-        if ref_count > 1:
-            num_shared += 1
-        if block.parent_key is not None:
-            num_published += 1
-            if ref_count == 0:
-                num_cached += 1
-            _check_published(block, tree)
-        elif block.key is not None or block.tokens or block.twins:
-            _fail(f"{block!r} is not published but says what it contains")
-    stats = pool.stats()
-    if (stats.num_cached, stats.num_shared) != (num_cached, num_shared):
-        _fail(f"{stats} counts wrong: cached {num_cached}, shared {num_shared}")
-    pinned = {block.block_id for pin in cache.pins for block in pin.blocks}
-    if cache.pins.num_blocks != len(pinned) or len(pinned) > cache.pins.max_blocks:
-        _fail(f"pins hold {cache.pins.num_blocks} blocks of at most {cache.pins.max_blocks}")
-    _check_tree(tree, num_published, roots)
+    for start in range(NULL_BLOCK_ID + 1, len(holders), size):
+        piece = slice(start, start + size)
+        for block, num_holders, is_in_list in zip(pool.blocks[piece], holders[piece], is_free[piece], strict=True):
+            ref_count = block.ref_count
+            if ref_count != num_holders:
+                _fail(f"{block!r} has {num_holders} holders")
+            if (ref_count == 0) != is_in_list:
+                _fail(f"{block!r} is {'' if is_in_list else 'not '}in the free list")
+            if ref_count > 1:
+                num_shared += 1
+            if block.parent_key is not None:
+                num_published += 1
+                if ref_count == 0:
+                    num_cached += 1
+                _check_published(block, tree)
+            elif block.key is not None or block.tokens or block.twins:
+                _fail(f"{block!r} is not published but says what it contains")
+        yield
+    if (pool.num_cached, pool.num_shared) != (num_cached, num_shared):
+        _fail(f"{pool.stats()} counts wrong: cached {num_cached}, shared {num_shared}")
+    yield from _check_tree(tree, num_published, roots, size)
+
+
+def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]:
+    """What the board says of its pins is so. Counts their blocks in `holders` as well."""
+    pinned = [0] * len(holders)
+    num_held = 0
+    for piece in _slices(map(_block_id, chain.from_iterable(pin.blocks for pin in pins)), size):
+        for block_id in piece:
+            holders[block_id] += 1
+            pinned[block_id] += 1
+        num_held += len(piece)
+        yield
+    for entries in _slices(pins.holders.items(), size):
+        for block_id, num_pins in entries:
+            if not num_pins or pinned[block_id] != num_pins:
+                _fail(f"block {block_id} is held by {pinned[block_id]} pins; the board says {num_pins}")
+            num_held -= num_pins
+        yield
+    if num_held or pins.num_blocks > pins.max_blocks:
+        _fail(f"pins hold {pins.num_blocks} blocks of at most {pins.max_blocks}; {num_held} are not counted")
+    num_blocks = dict.fromkeys(pins.owners, 0)
+    for pin in pins:
+        num_blocks[pin.owner] = num_blocks.get(pin.owner, 0) + len(pin.blocks)
+    counted = {name: owner.num_blocks for name, owner in pins.owners.items()}
+    if counted != num_blocks or sum(len(owner.pins) for owner in pins.owners.values()) != len(pins):
+        _fail(f"owners hold {num_blocks} blocks by their pins; the board says {pins.owners}")
+
+
+def _mark_free(cache: KVCacheManager, is_free: bytearray, size: int) -> Iterator[None]:
+    """Walk the free list, and no further than it can be long: a broken one may be a ring."""
+    free = cache.pool.free
+    num_found = 0
+    for piece in _slices(islice(free, len(is_free)), size):
+        for block in piece:
+            is_free[block.block_id] = 1
+            if block.next_free is None or block.next_free.prev_free is not block:
+                _fail(f"the free list is corrupt: what follows {block!r} does not lead back to it")
+        num_found += len(piece)
+        yield
+    if not num_found == len(free) == is_free.count(1):
+        _fail(f"the free list is corrupt: {num_found} entries, {is_free.count(1)} blocks, a length of {len(free)}")
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
-    if block.ref_count == 0 and tree.is_redundant(block):
-        _fail(f"{block!r} is free and remembered though its content stands elsewhere")
-    assert block.parent_key is not None
     if block.key is None:
         if not 0 < block.num_tokens < tree.block_size:
             _fail(f"{block!r} is a tail of {block.num_tokens} tokens")
@@ -122,17 +262,22 @@ def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
     if block.num_tokens != tree.block_size:
         _fail(f"{block!r} is full with {block.num_tokens} tokens")
     standing = tree.standing(block.key)
-    if standing is None or (standing is not block and block not in (standing.twins or ())):
-        _fail(f"{block!r} is published but not at its position")
-    if (standing.tokens, standing.parent_key) != (block.tokens, block.parent_key):
-        _fail(f"{block!r} and its twin {standing!r} differ")
+    if standing is not block:
+        if standing is None or block not in (standing.twins or ()):
+            _fail(f"{block!r} is published but not at its position")
+        if (standing.tokens, standing.parent_key) != (block.tokens, block.parent_key):
+            _fail(f"{block!r} and its twin {standing!r} differ")
+    if block.ref_count == 0 and (standing is not block or block.twins):
+        _fail(f"{block!r} is free and remembered though its content stands elsewhere")
 
 
-def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | None) -> None:
+def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | None, size: int) -> Iterator[None]:
     """Every position is reachable, in order, once, and named after its content."""
     num_reached = num_full = 0
+    pause = size
+    standing, digest = tree.standing, tree.digest
     for parent_key, children in tree.positions():
-        if tree.standing(parent_key) is None and roots is not None and parent_key not in roots:
+        if roots is not None and parent_key not in roots and standing(parent_key) is None:
             _fail(f"{list(children)} follow a position that is not there")
         previous = None
         for block in children:
@@ -142,30 +287,15 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
             num_reached += 1 + len(block.twins or ())
             if block.key is not None:
                 num_full += 1
-                if block.key != tree.digest(parent_key, block.tokens):
+                if block.key != digest(parent_key, previous):
                     _fail(f"{block!r} has a key that is not of its content")
-                if tree.standing(block.key) is not block:
+                if standing(block.key) is not block:
                     _fail(f"{block!r} stands among the children but not in the index")
+            if num_reached >= pause:
+                pause = num_reached + size
+                yield
     if (num_reached, num_full) != (num_published, len(tree)):
         _fail(f"tree reaches {num_reached} blocks, {num_full} full; {num_published} are published, {len(tree)} indexed")
-
-
-def _check_running(request: Request, cache: KVCacheManager) -> None:
-    if request.state is not RequestState.RUNNING or request.slot is None:
-        _fail(f"{request!r} is among the running")
-    if not 0 <= request.num_computed <= request.num_planned <= request.num_tokens <= request.token_limit:
-        _fail(f"{request!r} has counts out of order")
-    if len(request.block_table) * cache.block_size < request.num_planned:
-        _fail(f"{request!r} has a table that does not cover its plan")
-    if request.num_published > request.num_computed // cache.block_size:
-        _fail(f"{request!r} published blocks it has not computed")
-    # Who holds a position holds a twin of every position before it.
-    parent_key = None
-    for block_id in request.block_table:
-        block = cache.pool.blocks[block_id]
-        if block.parent_key is not None and parent_key not in (None, block.parent_key):
-            _fail(f"{request!r} holds {block!r} but not what it follows")
-        parent_key = block.key if block.key is not None else b"nothing follows"
 
 
 def _fail(message: str) -> NoReturn:

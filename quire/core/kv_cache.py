@@ -9,20 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from quire.core.block import BLOCK_SIZE, check_block_size
+from quire.core.chain import Digest, TokenChain, hash_block_tokens
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.pins import PinBoard
 from quire.core.pool import BlockPool, PoolStats
-from quire.core.prefix import (
-    NO_HIT,
-    CacheExplanation,
-    Digest,
-    PrefixHit,
-    PrefixTree,
-    StopReason,
-    TokenChain,
-    hash_block_tokens,
-)
-from quire.core.request import Request, check_salt, check_tokens
+from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
+from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
 from quire.core.step import BlockCopy
 from quire.errors import ContextTooLong, OutOfBlocks
 
@@ -81,10 +73,8 @@ class KVCacheManager:
             request.chain = self.tree.chain(request.tokens, request.salt)
             parent = request.parent
             if parent is not None and parent.chain is not None and parent.salt == request.salt:
-                num_common = min(len(parent.tokens), len(request.tokens)) // self.block_size
-                num_tokens = num_common * self.block_size
-                if parent.tokens[:num_tokens] == request.tokens[:num_tokens]:
-                    request.chain.inherit(parent.chain, num_common)  # n samples hash their prompt once
+                num_full = min(len(parent.tokens), len(request.tokens)) // self.block_size
+                request.chain.num_common(parent.chain, 0, num_full)  # n samples hash their prompt once
         return request.chain
 
     def match(self, request: Request) -> PrefixHit:
@@ -161,12 +151,6 @@ class KVCacheManager:
 
     # Verbs
 
-    def prepare(self, request: Request) -> None:
-        """Name all blocks of a prompt as it arrives, so that no step has to wait for it."""
-        num_full = len(request.tokens) // self.block_size
-        if self.is_caching and num_full:
-            self.chain(request).key(num_full - 1)
-
     def grow(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> list[BlockCopy]:
         """Make the table cover [0, upto): all or nothing, so ask `shortage` first. Returns the copies a runner must do.
 
@@ -211,11 +195,14 @@ class KVCacheManager:
         num_full = request.num_computed // self.block_size
         if not self.is_caching:
             request.num_published = num_full
+        if request.num_published >= num_full:
+            return
+        chain = self.chain(request)
+        chain.key(num_full - 1)  # names all of them at once, which is faster
         while request.num_published < num_full:
             index = request.num_published
             request.num_published += 1
             if self.can_publish(request, index):
-                chain = self.chain(request)
                 block = self.pool.blocks[request.block_table[index]]
                 self.pool.publish(block, chain.parent_key(index), chain.key(index), chain.block(index))
 
@@ -238,11 +225,18 @@ class KVCacheManager:
         request.num_computed = request.num_planned = request.num_in_flight = request.num_published = 0
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
-    def pin(self, pin_id: str, tokens: list[int], salt: str, expires_ns: int) -> int:
-        """Keep the cached full blocks of this prefix until then. Returns how many tokens that is."""
-        check_tokens("tokens", tokens)
+    def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:
+        """Keep the cached full blocks of this prefix until `expires_ns`. Returns how many tokens that is."""
         check_salt(salt)
-        hit = self.tree.match(self.tree.chain(tokens, salt), len(tokens))
+        tokens = prefix.tokens if isinstance(prefix, PackedPrompt) else check_tokens("tokens", prefix)
+        return self._pin(pin_id, self.tree.chain(tokens, salt), len(tokens), expires_ns)
+
+    def pin_prompt(self, pin_id: str, request: Request, num_tokens: int, expires_ns: int) -> int:
+        """The same for the first `num_tokens` of a request, whose blocks have their names already."""
+        return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
+
+    def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
+        hit = self.tree.match(chain, num_tokens)
         return self.pins.pin(pin_id, hit.blocks, expires_ns) * self.block_size
 
     def clear(self) -> None:

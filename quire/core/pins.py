@@ -1,10 +1,10 @@
-"""Prefixes someone asked to keep: they hold references until a deadline, and give way before work is preempted."""
+"""Prefixes that callers asked to keep: pins hold references until a deadline, and yield before work is preempted."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from quire.core.block import KVCacheBlock
 from quire.core.events import Observer, PinYielded, ignore
@@ -18,20 +18,30 @@ NEVER_NS = 2**63
 class Pin:
     blocks: tuple[KVCacheBlock, ...]  # from the root down: who holds a block holds all before it
     expires_ns: int
+    owner: str
+
+
+@dataclass(slots=True)
+class PinOwner:
+    num_blocks: int = 0  # of all its pins; a block that two of them hold counts twice
+    pins: dict[str, int] = field(default_factory=dict)  # name -> number, oldest first
 
 
 class PinBoard:
-    """Pins by name, oldest first: at most so many, and together they hold at most half the pool.
+    """Pins by name, oldest first: at most MAX_PINS, and together they hold at most half the pool.
 
-    What a name has before its first `/` is its owner. For a new pin, pins of the owner who holds the most yield, so
-    that nobody can push out everyone else's.
+    The owner of a pin is its name up to the first `/`. When a new pin needs room, pins of the owner with the most
+    blocks yield, so that no owner can push out the pins of all others. A pin costs time for its own blocks, for those
+    of the pins that yield to it, and for the number of owners; not for what else is pinned.
     """
 
     def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
         self._pool = pool
         self._observe = observe
         self._pins: dict[str, Pin] = {}
-        self.holders: Counter[int] = Counter()  # block id -> pins that hold it
+        self._num_made = 0  # pins so far: the number of the next one
+        self.owners: dict[str, PinOwner] = {}  # of at least one block
+        self.holders: dict[int, int] = {}  # block id -> pins that hold it, of blocks held by any
         self._earliest_ns = NEVER_NS  # no pin expires before this
         self.max_blocks = pool.num_usable // 2
 
@@ -47,21 +57,26 @@ class PinBoard:
         return iter(self._pins.values())
 
     def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
-        """Hold these blocks until then, in place of an older pin of that name. Returns how many it holds.
+        """Hold these blocks until `expires_ns`, in place of an older pin of that name. Returns how many it holds.
 
-        Older pins yield to a new one; what exceeds half the pool is cut from the end. Nothing to hold, no pin.
+        Older pins yield to a new one; what exceeds half the pool is cut from the end. Without blocks there is no pin.
         """
         blocks = blocks[: self.max_blocks]
         self._pool.share(blocks)  # before the old pin lets go of them
         self.unpin(pin_id)
         if not blocks:
             return 0
-        block_ids = {block.block_id for block in blocks}
-        while self._pins and (len(self.holders.keys() | block_ids) > self.max_blocks or len(self._pins) >= MAX_PINS):
-            self._yield(self._next_to_yield(pin_id, len(blocks)))
-        self._pins[pin_id] = Pin(blocks, expires_ns)
+        name, holders = pin_id.partition("/")[0], self.holders
+        owner = self.owners.setdefault(name, PinOwner())
+        owner.num_blocks += len(blocks)
+        for block in blocks:
+            holders[block.block_id] = holders.get(block.block_id, 0) + 1
+        while self._pins and (len(holders) > self.max_blocks or len(self._pins) >= MAX_PINS):
+            self._yield(self._next_to_yield())
+        self._num_made += 1
+        owner.pins[pin_id] = self._num_made
+        self._pins[pin_id] = Pin(blocks, expires_ns, name)
         self._earliest_ns = min(self._earliest_ns, expires_ns)
-        self.holders.update(block_ids)
         return len(blocks)
 
     def unpin(self, pin_id: str) -> bool:
@@ -69,10 +84,16 @@ class PinBoard:
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
+        holders = self.holders
         for block in pin.blocks:
-            self.holders[block.block_id] -= 1
-            if not self.holders[block.block_id]:
-                del self.holders[block.block_id]
+            holders[block.block_id] -= 1
+            if not holders[block.block_id]:
+                del holders[block.block_id]
+        owner = self.owners[pin.owner]
+        owner.num_blocks -= len(pin.blocks)
+        del owner.pins[pin_id]
+        if not owner.num_blocks:
+            del self.owners[pin.owner]
         self._pool.release(pin.blocks)
         return True
 
@@ -88,14 +109,13 @@ class PinBoard:
         self.unpin(pin_id)
         self._observe(PinYielded(pin_id, block_ids))
 
-    def _next_to_yield(self, newcomer: str, num_blocks: int) -> str:
-        """The oldest pin of the owner who would hold the most; of all, if that owner has none yet."""
-        held = Counter({_owner(newcomer): num_blocks})
-        for pin_id, pin in self._pins.items():
-            held[_owner(pin_id)] += len(pin.blocks)
-        most = max(held.values())
-        greedy = (pin_id for pin_id in self._pins if held[_owner(pin_id)] == most)
-        return next(greedy, next(iter(self._pins)))
+    def _next_to_yield(self) -> str:
+        """The oldest pin of the owner with the most blocks; of all, if that owner has only the pin being made."""
+        most = max(owner.num_blocks for owner in self.owners.values())
+        oldest = [
+            next(iter(owner.pins.items())) for owner in self.owners.values() if owner.num_blocks == most and owner.pins
+        ]
+        return min(oldest, key=itemgetter(1))[0] if oldest else next(iter(self._pins))
 
     def expire(self, now_ns: int) -> None:
         if not self._pins or now_ns < self._earliest_ns:
@@ -107,7 +127,3 @@ class PinBoard:
     def clear(self) -> None:
         for pin_id in list(self._pins):
             self.unpin(pin_id)
-
-
-def _owner(pin_id: str) -> str:
-    return pin_id.partition("/")[0]

@@ -51,6 +51,14 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
+    @property
+    def num_cached(self) -> int:
+        return self._num_cached
+
+    @property
+    def num_shared(self) -> int:
+        return self._num_shared
+
     def stats(self) -> PoolStats:
         num_free = len(self.free)
         return PoolStats(

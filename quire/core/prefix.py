@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from hashlib import blake2b
-from itertools import islice
 from typing import NamedTuple
 
 from quire.core.block import TOKEN_BYTES, KVCacheBlock
+from quire.core.chain import Digest, TokenChain, hash_block_tokens, root_key
 from quire.core.children import SortedBlocks
-
-KEY_BYTES = 16
-
-Digest = Callable[[bytes, bytes], bytes]
-
-
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Tokens as big-endian 32-bit words: what the digest reads, and bytes compare in the order of the tokens."""
-    words = array("I", tokens)
-    if sys.byteorder == "little":
-        words.byteswap()
-    return words.tobytes()
-
-
-def root_key(secret: bytes, salt: str) -> bytes:
-    """Where all chains of one salt begin. Without the secret nobody can compute a key, or aim for a collision."""
-    return blake2b(salt.encode(), digest_size=KEY_BYTES, key=secret, person=b"quire root").digest()
-
-
-def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
-    """The chain key of a block: the same tokens after a different parent get a different one."""
-    return blake2b(parent_key + tokens, digest_size=KEY_BYTES).digest()
 
 
 def common_run(a: bytes, b: bytes) -> int:
@@ -43,75 +19,6 @@ def common_run(a: bytes, b: bytes) -> int:
     n = min(len(a), len(b))
     difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
     return (n - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
-
-
-class TokenChain:
-    """The names of one request's blocks, computed once and extended as its tokens become known."""
-
-    __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_tokens", "root")
-
-    def __init__(self, root: bytes, tokens: list[int], block_size: int, digest: Digest) -> None:
-        self.root = root
-        self._tokens = tokens  # by reference; it only grows at the end
-        self._block_size = block_size
-        self._digest = digest
-        self._blocks: list[bytes] = []  # packed tokens of full blocks
-        self._keys: list[bytes] = []  # and their chain keys
-
-    def key(self, index: int) -> bytes:
-        """The chain key of full block `index`, all of whose tokens must be known."""
-        if len(self._keys) <= index:
-            self._extend(index + 1)
-        return self._keys[index]
-
-    def parent_key(self, index: int) -> bytes:
-        return self.key(index - 1) if index else self.root
-
-    def block(self, index: int) -> bytes:
-        """The tokens of full block `index`, packed."""
-        if len(self._blocks) <= index:
-            self._extend(index + 1)
-        return self._blocks[index]
-
-    def full_blocks(self, count: int) -> Iterator[tuple[bytes, bytes]]:
-        """Key and packed tokens of the first `count` blocks."""
-        if len(self._keys) < count:
-            self._extend(count)
-        return islice(zip(self._keys, self._blocks, strict=True), count)
-
-    def inherit(self, other: TokenChain, count: int) -> None:
-        """Take over the names of the first `count` blocks, whose tokens are the same."""
-        if count:
-            other.key(count - 1)
-        self._keys = other._keys[:count]
-        self._blocks = other._blocks[:count]
-
-    def num_common(self, other: TokenChain, known: int, most: int) -> int:
-        """How many of the first `most` full blocks two chains share, if they share the first `known`.
-
-        Chains that share a key share all keys before it, so this is a bisection.
-        """
-        while known < most:
-            middle = (known + most + 1) // 2
-            if self.key(middle - 1) == other.key(middle - 1):
-                known = middle
-            else:
-                most = middle - 1
-        return known
-
-    def run(self, start: int, stop: int) -> bytes:
-        """The tokens [start, stop), packed."""
-        return pack_tokens(self._tokens[start:stop])
-
-    def _extend(self, count: int) -> None:
-        first, size = len(self._keys), self._block_size
-        packed = self.run(first * size, count * size)
-        key = self._keys[-1] if self._keys else self.root
-        for start in range(0, len(packed), size * TOKEN_BYTES):
-            block = packed[start : start + size * TOKEN_BYTES]
-            key = self._digest(key, block)
-            self._blocks.append(block)
-            self._keys.append(key)
 
 
 class PrefixHit(NamedTuple):
@@ -187,7 +94,7 @@ class PrefixTree:
     def root(self, salt: str) -> bytes:
         return root_key(self._secret, salt)
 
-    def chain(self, tokens: list[int], salt: str) -> TokenChain:
+    def chain(self, tokens: array[int], salt: str) -> TokenChain:
         return TokenChain(self.root(salt), tokens, self.block_size, self.digest)
 
     def standing(self, key: bytes) -> KVCacheBlock | None:

@@ -7,12 +7,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
+from operator import countOf
 from typing import TYPE_CHECKING
 
+from quire.core.block import TOKEN_BYTES
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from quire.core.prefix import CacheExplanation, TokenChain
+    from quire.core.chain import TokenChain
+    from quire.core.prefix import CacheExplanation
 
 MAX_TOKEN_ID = 2**32 - 1  # tokens are packed into 32 bits to be hashed and compared
 MAX_SALT = 256
@@ -122,16 +125,51 @@ def check_tenant(tenant: str) -> None:
         raise InvalidRequest(f"tenant = {tenant!r:.80} is not a string of at most {MAX_TENANT} characters")
 
 
-def check_tokens(name: str, tokens: Sequence[int]) -> None:
+def check_tokens(name: str, tokens: Sequence[int]) -> array[int]:
+    """Returns the token ids as 32-bit words, in a new array."""
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return tokens[:]
     try:
-        if not set(map(type, tokens)) <= {int}:  # checks at C speed: prompts are long. A bool is no token id
+        if countOf(map(type, tokens), int) != len(tokens):  # at C speed: prompts are long. A bool is no token id
             raise TypeError
-        array("I", tokens)
+        return array("I", tokens)
     except (TypeError, OverflowError):
         if not isinstance(tokens, list | tuple | range | Mapping):
             raise InvalidRequest(f"{name} = {tokens!r:.80} is not a list of token ids") from None
         position, token = next((i, t) for i, t in enumerate(tokens) if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
         raise InvalidRequest(f"{name}[{position}] = {token!r} is not a token id (0 to {MAX_TOKEN_ID})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """Token ids that were checked and packed once, so that nothing has to look through all of them again.
+
+    `PackedPrompt.of` makes one, in the process that takes a request in. It crosses to a worker as it is.
+    """
+
+    words: bytes  # the ids in 32 bits each, in this machine's byte order
+    largest: int  # of them
+
+    def __post_init__(self) -> None:
+        if not self.words or len(self.words) % TOKEN_BYTES:
+            raise InvalidRequest(f"prompt of {len(self.words)} bytes is not a positive number of token ids")
+
+    @classmethod
+    def of(cls, tokens: PackedPrompt | Sequence[int]) -> PackedPrompt:
+        if isinstance(tokens, PackedPrompt):
+            return tokens
+        words = check_tokens("prompt", tokens)
+        if not words:
+            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
+        return cls(words.tobytes(), max(tokens))
+
+    def __len__(self) -> int:
+        return len(self.words) // TOKEN_BYTES
+
+    @property
+    def tokens(self) -> array[int]:
+        """A new array."""
+        return array("I", self.words)
 
 
 class Request:
@@ -182,7 +220,7 @@ class Request:
     def __init__(
         self,
         request_id: int,
-        prompt: Sequence[int],
+        prompt: PackedPrompt | Sequence[int],
         sampling: SamplingParams | None = None,
         *,
         priority: Priority = Priority.NORMAL,
@@ -190,14 +228,15 @@ class Request:
         tenant: str = "",
         parent: Request | None = None,
     ) -> None:
-        if not prompt:
-            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
-        check_tokens("prompt", prompt)
         check_salt(salt)
         check_tenant(tenant)
         self.request_id = request_id
-        self.tokens = list(prompt)  # all known tokens: the prompt, then what was sampled; this list only ever grows
-        self.num_prompt_tokens = len(prompt)
+        # All known tokens: the prompt, then what was sampled. It only ever grows. 32-bit words instead of a list: a
+        # prompt of 128k tokens is copied, compared and hashed without an object for each.
+        self.tokens = prompt.tokens if isinstance(prompt, PackedPrompt) else check_tokens("prompt", prompt)
+        if not self.tokens:
+            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
+        self.num_prompt_tokens = len(self.tokens)
         self.sampling = sampling or SamplingParams()
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.priority = Priority(priority)
@@ -246,7 +285,7 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[self.num_prompt_tokens :]
+        return self.tokens[self.num_prompt_tokens :].tolist()
 
     def sibling(self, request_id: int, sample_index: int) -> Request:
         """Another sample of the same prompt (n > 1): it shares the prompt's blocks and draws its own random numbers."""

@@ -7,7 +7,7 @@ Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from types import MappingProxyType
 
 from quire.core.events import Arrived, Finished, Observer, Refused, StaleResultDropped, ignore
 from quire.core.kv_cache import KVCacheManager
@@ -48,6 +48,7 @@ class Scheduler:
         self.max_context = cache.max_context if max_context is None else min(max_context, cache.max_context)
         self._observe = observe
         self._requests: dict[int, Request] = {}  # alive, by id
+        self.requests = MappingProxyType(self._requests)  # all that run or wait, by id: a view
         self._running = RunningSet(max_seqs, cache)
         self._waiting = WaitingQueue(policy.make_lane, max_waiting)
         self._planner = Planner(
@@ -82,11 +83,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests or self._in_flight)
 
-    @property
-    def alive(self) -> Collection[int]:
-        """Ids of all requests that run or wait."""
-        return self._requests.keys()
-
     def get(self, request_id: int) -> Request | None:
         return self._requests.get(request_id)
 
@@ -117,7 +113,6 @@ class Scheduler:
         max_tokens = request.sampling.max_tokens or self.max_context
         request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
         self._requests[request.request_id] = request
-        self.cache.prepare(request)
         self.policy.ledger.arrive(request)
         self._waiting.push(request)
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))

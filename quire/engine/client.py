@@ -183,7 +183,7 @@ class EngineClient:
         request = GenerationRequest(prompt, SamplingParams(), salt=salt)  # refuses what is no prompt
         if (link := self._serving_link()) is None:
             return CacheExplanation(0, 0, 0, StopReason.NOT_FOUND)
-        answer = await link.ask(Explain(next(self._ids), request.prompt, request.salt))
+        answer = await link.ask(Explain(next(self._ids), request.packed, request.salt))
         assert isinstance(answer, Explained)
         if answer.explanation is None:
             raise InvalidRequest(answer.error or "no explanation")
@@ -237,7 +237,7 @@ class EngineClient:
         """Keep what the cache has of this prefix for so long. Returns how many tokens that is: full blocks."""
         pin = PinPrefix(pin_id, len(prompt), ttl_s)
         request = GenerationRequest(prompt, SamplingParams(), salt=salt, pins=(pin,))  # refuses what cannot be pinned
-        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.prompt, salt, ttl_s))
+        answer = await self._change_cache(PinCache(next(self._ids), pin_id, request.packed, salt, ttl_s))
         return 0 if answer is None else answer.num_tokens
 
     async def unpin(self, pin_id: str) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.backends.base import Runner
 from quire.core.prefix import CacheExplanation
-from quire.core.request import FinishReason, Priority, Request, SamplingParams, check_tokens
+from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
 from quire.engine.masking import GrammarFailed, Masking, Matcher
@@ -75,7 +75,7 @@ class Engine:
     def add(
         self,
         request_id: int,
-        prompt: Sequence[int],
+        prompt: PackedPrompt | Sequence[int],
         sampling: SamplingParams,
         *,
         priority: Priority = Priority.NORMAL,
@@ -87,10 +87,11 @@ class Engine:
     ) -> None:
         """Let a request in, or raise and change nothing. With a parent that is alive, it shares what that computed.
 
+        A `PackedPrompt` is let in without a look at each of its tokens: all were checked when it was made.
         `pins` are set when its prompt has been computed; if it ends before that, there is nothing to keep. `matcher` is
         this request's alone: it says which tokens its answer may go on with.
         """
-        self.check(prompt, sampling)
+        prompt = self.check(prompt, sampling)
         parent = None if parent_id is None else self._requests.get(parent_id)
         request = Request(request_id, prompt, sampling, priority=priority, salt=salt, tenant=tenant, parent=parent)
         self.scheduler.add(request, self.clock())
@@ -116,9 +117,12 @@ class Engine:
         self._pins.pop(request_id, None)
         self._masking.remove(request_id)
 
-    def pin(self, pin_id: str, tokens: Sequence[int], salt: str, ttl_s: float) -> int:
-        """Keep what the cache has of this prefix for so long. Returns how many tokens that is: full blocks."""
-        return self.scheduler.cache.pin(pin_id, list(tokens), salt, self.clock() + int(ttl_s * 1e9))
+    def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, ttl_s: float) -> int:
+        """Keep what the cache has of this prefix for `ttl_s`. Returns how many tokens that is: full blocks."""
+        return self.scheduler.cache.pin(pin_id, prefix, salt, self._deadline_ns(ttl_s))
+
+    def _deadline_ns(self, ttl_s: float) -> int:
+        return self.clock() + int(ttl_s * 1e9)
 
     def step(self) -> list[EngineOutput]:
         """Plan a step and enqueue it, then collect the one before, or this one where nothing runs beside the host."""
@@ -247,18 +251,22 @@ class Engine:
         """Its first token says that the prompt is computed and published. An end without one: there is nothing."""
         pins = self._pins.pop(request.request_id, ())
         for pin in pins if update.tokens else ():
-            self.pin(pin.pin_id, request.tokens[: pin.num_tokens], request.salt, pin.ttl_s)
+            self.scheduler.cache.pin_prompt(pin.pin_id, request, pin.num_tokens, self._deadline_ns(pin.ttl_s))
 
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down."""
-        check_tokens("prompt", prompt)
+    def check(self, prompt: PackedPrompt | Sequence[int], sampling: SamplingParams) -> PackedPrompt:
+        """Refuse what can never run: too long, or ids beyond the embedding, which would take the whole batch down.
+
+        Returns the prompt, checked: `add` need not do it again.
+        """
+        prompt = PackedPrompt.of(prompt)
         self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_context)
-        for name, ids in (
-            ("prompt", prompt),
-            ("logit_bias", sampling.logit_bias),
-            ("stop_token_ids", sampling.stop_token_ids),
+        for name, largest in (
+            ("prompt", prompt.largest),
+            ("logit_bias", max(sampling.logit_bias, default=0)),
+            ("stop_token_ids", max(sampling.stop_token_ids, default=0)),
         ):
-            if ids and (largest := max(ids)) >= self.capacity.vocab_size:
+            if largest >= self.capacity.vocab_size:
                 raise InvalidRequest(
                     f"{name}: token id {largest} is outside the vocabulary of {self.capacity.vocab_size}"
                 )
+        return prompt

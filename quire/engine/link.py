@@ -109,7 +109,7 @@ class Link:
         self.process.send(
             Add(
                 ids,
-                request.prompt,
+                request.packed,
                 request.sampling,
                 request.priority,
                 request.salt,

@@ -148,7 +148,7 @@ class _Run:
         self._compiled: list[Compiled | None] = []  # the grammar of each request
         for number, request in enumerate(requests):
             try:
-                self._engine.check(request.prompt, request.sampling)
+                self._engine.check(request.packed, request.sampling)
                 self._compiled.append(None if request.grammar is None else llm.grammars.compile(request.grammar))
             except InvalidRequest as error:
                 if len(requests) == 1:
@@ -226,7 +226,7 @@ class _Run:
             try:
                 self._engine.add(
                     request_id,
-                    request.prompt,
+                    request.packed,
                     request.sampling.sample(index),
                     priority=request.priority,
                     salt=request.salt,

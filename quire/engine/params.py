@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from quire.core.request import Priority, SamplingParams, check_salt, check_tenant, check_tokens
+from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar
 from quire.text.stop_strings import StopStrings
@@ -147,12 +147,11 @@ class GenerationRequest:
     tenant: str = ""  # who asks: tenants of one tier share it fairly
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
+    packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt, as engines take it
 
     def __post_init__(self) -> None:
         """The last door before an engine: what passes here disturbs nobody else's step."""
-        if not self.prompt:
-            raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
-        check_tokens("prompt", self.prompt)
+        object.__setattr__(self, "packed", PackedPrompt.of(self.prompt))
         check_salt(self.salt)
         check_tenant(self.tenant)
         _check_samples(self.n)

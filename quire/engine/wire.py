@@ -13,7 +13,7 @@ from quire.backends.base import Capacity, RunnerFacts
 from quire.core.block_map import BlocksView, CellRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
-from quire.core.request import Priority, SamplingParams
+from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
@@ -33,10 +33,10 @@ class Load(msgspec.Struct, tag="load", frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """One prompt and its samples: the prompt crosses once, however many there are."""
+    """One prompt and its samples: the prompt crosses once, however many there are, and packed: that is read at once."""
 
     request_ids: tuple[int, ...]  # one a sample
-    prompt: tuple[int, ...]
+    prompt: PackedPrompt
     sampling: SamplingParams
     priority: Priority
     salt: str
@@ -58,7 +58,7 @@ class Explain(msgspec.Struct, tag="explain", frozen=True):
     """A dry run: what would the cache give this prompt?"""
 
     query_id: int
-    prompt: tuple[int, ...]
+    prompt: PackedPrompt
     salt: str
 
 
@@ -103,7 +103,7 @@ class PinCache(msgspec.Struct, tag="pin", frozen=True):
 
     query_id: int
     pin_id: str
-    prompt: tuple[int, ...]
+    prompt: PackedPrompt
     salt: str
     ttl_s: float
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from quire.core.block_map import BlockMap, held_ranges, view_blocks
-from quire.core.check import check_scheduler
+from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
@@ -71,7 +71,8 @@ PATIENCE_FACTOR = 10.0  # with this multiple of the prediction as its limit
 MAX_PATIENCE_S = 300.0  # and no more: the SDKs give up after 600 s, and a hang should be found well before that
 WARM_UP_TOKENS = 8  # of the prompt
 WARM_UP_ANSWER = 2
-MAX_LOOKED_AT = 500  # blocks for one answer of the map, which takes one to two milliseconds then
+MAX_LOOKED_AT = 500  # blocks at once, by the map or an audit: one to two milliseconds
+QUESTIONS = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # change nothing in the core
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +112,9 @@ class Worker:
         self._started: tuple[Started, ...] = ()  # in the step that runs
         self._num_steps = 0
         self._num_violations = 0
-        self._last_step_s = 0.0
-        self._is_audited = True  # nothing has happened since
+        self._last_change_s = 0.0
+        self._is_audited = True  # nothing has changed since
+        self._audit: Iterator[None] | None = None  # the one under way
         self._is_preparing = True  # the runner may have something to make ready while nobody waits
         self._grammars = grammars
         self._compilations: Compilations | None = None  # from the first grammar on
@@ -161,28 +163,42 @@ class Worker:
                 self._step()
             elif self._is_preparing:
                 self._prepare()
-            elif not messages:
-                self._audit()
+            elif not messages and self._audit_in_s() == 0.0:
+                self._continue_audit()
 
     def _handle(self, messages: Sequence[ToWorker]) -> None:
         for message in messages:
             self._handlers[type(message)](message)
+            if type(message) not in QUESTIONS:
+                self._note_change()
+
+    def _note_change(self) -> None:
+        """The core is not what an audit has seen: the next one begins from the start."""
+        self._is_audited = False
+        self._audit = None
+        self._last_change_s = time.monotonic()
 
     def _sleep_s(self) -> float | None:
         """How long to wait for orders. None: for ever, because idle costs nothing."""
         if self._engine.has_work or self._is_preparing:
             return 0.0
+        audit_in_s = self._audit_in_s()
         if self._compilations:
-            return SIGN_OF_LIFE_S
-        return None if self._is_audited else max(self._last_step_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
+            return SIGN_OF_LIFE_S if audit_in_s is None else min(SIGN_OF_LIFE_S, audit_in_s)
+        return audit_in_s
+
+    def _audit_in_s(self) -> float | None:
+        """How long until an audit begins or goes on. None: nothing has changed since the last one."""
+        if self._is_audited:
+            return None
+        return 0.0 if self._audit is not None else max(self._last_change_s + AUDIT_AFTER_S - time.monotonic(), 0.0)
 
     # Steps
 
     def _step(self) -> None:
         outputs, done, took_s = self._timed_step(self._engine)
         self._num_steps += 1
-        self._last_step_s = time.monotonic()
-        self._is_audited = False
+        self._note_change()
         self._channel.send(Stepped(tuple(outputs), self._started, done.num_tokens, took_s))
 
     def _timed_step(self, engine: Engine) -> tuple[list[EngineOutput], Work, float]:
@@ -224,15 +240,18 @@ class Worker:
             log.exception("the runner could not prepare further; it serves as it is")
             self._is_preparing = False
 
-    def _audit(self) -> None:
-        """The laws of the core, once the work is done. A cache that breaks one is given up; the worker goes on."""
-        self._is_audited = True
+    def _continue_audit(self) -> None:
+        """Check one more slice of the core's laws. A cache that breaks one is cleared, and the worker goes on."""
+        if self._audit is None:
+            self._audit = audit(self._engine.scheduler, max_blocks=MAX_LOOKED_AT)
         try:
-            check_scheduler(self._engine.scheduler)
+            for _ in self._audit:
+                return  # what arrived meanwhile comes first
         except InvariantViolation as violation:
             self._num_violations += 1
             log.error("a law of the core is broken, and the cache is cleared: %s", violation)
             self._engine.scheduler.cache.clear()
+        self._audit, self._is_audited = None, True
 
     # Orders
 

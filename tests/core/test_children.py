@@ -1,8 +1,8 @@
 from random import Random
 
 from quire.core.block import KVCacheBlock
+from quire.core.chain import pack_tokens
 from quire.core.children import SortedBlocks
-from quire.core.prefix import pack_tokens
 
 
 def block(*tokens: int) -> KVCacheBlock:

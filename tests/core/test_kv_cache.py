@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.chain import NAMED_AT_ONCE, hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.prefix import NO_HIT
 from quire.core.request import Request, SamplingParams
@@ -14,6 +15,17 @@ from tests.core.helpers import compute, free_ids, ids, make_request
 
 def make_cache(num_blocks: int = 9) -> KVCacheManager:
     return KVCacheManager(num_blocks, 4)
+
+
+class CountedDigest:
+    """The digest of chain keys, counting how many are computed."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, parent_key: bytes, tokens: bytes) -> bytes:
+        self.num_calls += 1
+        return hash_block_tokens(parent_key, tokens)
 
 
 def refs(cache: KVCacheManager) -> list[int]:
@@ -153,21 +165,62 @@ def test_a_tail_published_at_the_prompts_end_grows_when_the_request_is_released(
     cache = make_cache()
     request = make_request(1, 5)
     compute(cache, request)
-    request.tokens += [5, 6]
+    request.tokens.extend([5, 6])
     request.num_computed = request.num_planned = 7
     cache.release(request)
     assert cache.match(make_request(2, 8)).num_tokens == 7
 
 
 def test_n_samples_hash_their_prompt_once() -> None:
-    cache = make_cache()
+    digest = CountedDigest()
+    cache = KVCacheManager(9, 4, digest=digest)
     first = make_request(1, 13)
-    cache.prepare(first)
+    compute(cache, first)
+    assert digest.num_calls == 3
     child = first.sibling(2, 1)
     chain = cache.chain(child)
-    assert chain._keys == cache.chain(first)._keys
-    assert chain._keys is not cache.chain(first)._keys
-    assert chain.key(2) == cache.tree.chain(list(range(13)), "").key(2)
+    keys = [chain.key(index) for index in range(3)]
+    assert digest.num_calls == 3
+    assert keys == [cache.chain(first).key(index) for index in range(3)]
+    child.tokens.extend([7, 8, 9])
+    first.tokens.extend([1, 2, 3])
+    assert chain.key(3) != cache.chain(first).key(3)  # from here on each has its own
+
+
+def test_blocks_are_named_as_far_as_they_are_looked_for_and_once() -> None:
+    digest = CountedDigest()
+    cache = KVCacheManager(2000, 4, digest=digest)
+    num_full = 4 * NAMED_AT_ONCE
+    first = make_request(1, 4 * num_full + 1)
+    assert cache.match(first).num_tokens == 0
+    assert digest.num_calls == NAMED_AT_ONCE  # of 256: the first one missed
+    for upto in range(64, len(first.tokens), 64):
+        compute(cache, first, upto)
+        assert digest.num_calls == max(NAMED_AT_ONCE, upto // 4)  # as it is computed
+    compute(cache, first)
+    cache.release(first)
+    assert digest.num_calls == num_full
+
+    digest.num_calls = 0
+    half = Request(2, [*range(2 * num_full), *[5] * 2 * num_full])
+    assert cache.match(half).num_tokens == 2 * num_full
+    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE
+    whole = Request(3, first.tokens)
+    assert len(cache.match(whole).blocks) == len(cache.match(whole).blocks) == num_full
+    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE + num_full
+
+
+def test_pinning_a_requests_prompt_names_nothing_again() -> None:
+    digest = CountedDigest()
+    cache = KVCacheManager(100, 4, digest=digest)
+    request = make_request(1, 50)
+    compute(cache, request)
+    num_calls = digest.num_calls
+    assert cache.pin_prompt("a", request, 50, 10**9) == 48
+    assert cache.pin_prompt("b", request, 11, 10**9) == 8
+    assert digest.num_calls == num_calls
+    assert cache.pin("c", range(50), "", 10**9) == 48  # by its tokens alone
+    assert [ids(pin.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
 
 
 def test_an_old_table_survives_release_for_the_plan_that_reads_it() -> None:
@@ -184,7 +237,7 @@ def test_after_clear_running_requests_go_on_but_publish_nothing_without_a_parent
     request = make_request(1, 4)
     compute(cache, request)
     cache.clear()
-    request.tokens += range(4, 9)
+    request.tokens.extend(range(4, 9))
     compute(cache, request)
     assert len(cache.tree) == 0
     cache.release(request)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
 from quire.core.block import KVCacheBlock
-from quire.core.prefix import (
-    KEY_BYTES,
-    PrefixTree,
-    StopReason,
-    common_run,
-    hash_block_tokens,
-    pack_tokens,
-    root_key,
-)
+from quire.core.chain import KEY_BYTES, TokenChain, hash_block_tokens, pack_tokens, root_key
+from quire.core.prefix import PrefixTree, StopReason, common_run
 
 
 class Forest:
@@ -27,7 +22,7 @@ class Forest:
 
     def put(self, tokens: Sequence[int], salt: str = "", *, held: bool = False) -> list[KVCacheBlock]:
         """Publish a whole context as one request would: full blocks, then the tail."""
-        chain = self.tree.chain(list(tokens), salt)
+        chain = self.tree.chain(array("I", tokens), salt)
         made = []
         for index in range(-(-len(tokens) // 4)):
             block = KVCacheBlock(len(self.blocks) + 1)
@@ -41,12 +36,12 @@ class Forest:
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], int | None, int, bool]:
         """(full blocks, tail block, tokens, adoptable)"""
-        hit = self.tree.match(self.tree.chain(list(tokens), salt), len(tokens))
+        hit = self.tree.match(self.tree.chain(array("I", tokens), salt), len(tokens))
         tail = None if hit.tail is None else hit.tail.block_id
         return [block.block_id for block in hit.blocks], tail, hit.num_tokens, hit.is_adoptable
 
     def explain(self, tokens: Sequence[int], salt: str = "", pending: Sequence[int] = ()) -> tuple[int, StopReason]:
-        chain, limit = self.tree.chain(list(tokens), salt), len(tokens) - 1
+        chain, limit = self.tree.chain(array("I", tokens), salt), len(tokens) - 1
         story = self.tree.explain(chain, limit, self.tree.match(chain, limit), pending.__contains__)
         assert story.stopped_at == story.num_tokens
         return story.num_tokens, story.reason
@@ -70,12 +65,77 @@ def test_keys_depend_on_secret_and_salt() -> None:
 
 def test_a_chain_extends_as_tokens_become_known() -> None:
     tree = PrefixTree(4)
-    tokens = list(range(6))
+    tokens = array("I", range(6))
     chain = tree.chain(tokens, "")
     first = chain.key(0)
-    tokens += [6, 7, 8]
+    tokens.extend([6, 7, 8])
     assert chain.key(1) == hash_block_tokens(first, pack_tokens([4, 5, 6, 7]))
     assert chain.run(5, 9) == pack_tokens([5, 6, 7, 8])
+
+
+def names(chain: TokenChain, count: int) -> list[tuple[bytes, bytes]]:
+    return list(chain.full_blocks(count))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_chains_share_names_and_each_has_its_own(seed: int) -> None:
+    """Whatever is compared with whatever, in any order: the names are those of a chain alone."""
+    random = Random(seed)
+    num_calls = 0
+
+    def digest(parent_key: bytes, tokens: bytes) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        return hash_block_tokens(parent_key, tokens)
+
+    tree, alone = PrefixTree(4, digest=digest), PrefixTree(4)
+    text = array("I", [random.randrange(3) for _ in range(200)])
+    cuts = [random.randrange(201) for _ in range(8)]
+    salts = [random.choice(("", "", "", "other")) for _ in cuts]
+    texts = [text[:cut] + array("I", [random.randrange(3) for _ in range(200 - cut)]) for cut in cuts]
+    chains = [tree.chain(tokens, salt) for tokens, salt in zip(texts, salts, strict=True)]
+    for _ in range(60):
+        i, j = random.sample(range(len(cuts)), 2)
+        if random.random() < 0.6:
+            num_same = next((at for at in range(50) if texts[i][: 4 * at + 4] != texts[j][: 4 * at + 4]), 50)
+            most = random.randint(0, 50)
+            assert chains[i].num_common(chains[j], random.randint(0, min(num_same, most)), most) == min(num_same, most)
+        else:
+            count = random.randint(0, 50)
+            assert names(chains[i], count) == names(alone.chain(texts[i], salts[i]), count)
+    for chain, tokens, salt in zip(chains, texts, salts, strict=True):
+        assert names(chain, 50) == names(alone.chain(tokens, salt), 50)
+    assert num_calls <= 50 * len(chains)
+
+
+def test_what_two_chains_share_is_hashed_once_and_late() -> None:
+    num_calls = 0
+
+    def digest(parent_key: bytes, tokens: bytes) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        return hash_block_tokens(parent_key, tokens)
+
+    tree = PrefixTree(4, digest=digest)
+    owner = tree.chain(array("I", range(400)), "")
+    waiters = [tree.chain(array("I", [*range(396), 0, 0, 0, 0]), "") for _ in range(20)]
+    assert [waiter.num_common(owner, 0, 100) for waiter in waiters] == [99] * 20
+    assert num_calls == 0
+    for waiter in waiters:
+        waiter.key(98)
+    assert num_calls == 99
+    assert {waiter.key(99) for waiter in waiters}.isdisjoint({owner.key(99)})
+    assert num_calls == 99 + 20 + 1
+
+
+def test_chains_whose_keys_collide_share_what_follows_and_not_what_differs() -> None:
+    tree = PrefixTree(2, digest=lambda parent_key, tokens: bytes([parent_key[-1] & 1, tokens[-1]]))
+    ours, theirs = (tree.chain(array("I", [first, 2, 3, 4, 5, 6]), "") for first in (1, 7))
+    assert ours.key(0) == theirs.key(0)
+    assert ours.num_common(theirs, 1, 3) == 3
+    alone = tree.chain(array("I", [1, 2, 3, 4, 5, 6]), "")
+    assert names(ours, 3) == names(alone, 3)
+    assert ours.block(0) != theirs.block(0)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +240,8 @@ def test_a_collision_is_a_miss_and_is_not_published() -> None:
     assert not tree.insert(other, root, b"same", pack_tokens([3, 4])).is_published
     assert tree.num_collisions == 1
     assert not other.is_published
-    assert tree.match(tree.chain([3, 4], ""), 2).num_tokens == 0
-    assert tree.match(tree.chain([1, 2], ""), 2).blocks == (mine,)
+    assert tree.match(tree.chain(array("I", [3, 4]), ""), 2).num_tokens == 0
+    assert tree.match(tree.chain(array("I", [1, 2]), ""), 2).blocks == (mine,)
 
 
 # Twins and removal

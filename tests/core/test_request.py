@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import Priority, Request, SamplingParams
+from quire.core.request import MAX_TOKEN_ID, PackedPrompt, Priority, Request, SamplingParams, check_tokens
 from quire.errors import InvalidRequest
 
 NAN, INF = float("nan"), float("inf")
@@ -74,11 +74,34 @@ def test_an_empty_prompt_is_refused() -> None:
         Request(1, [])
 
 
+def test_a_prompt_is_packed_once() -> None:
+    packed = PackedPrompt.of([1, MAX_TOKEN_ID, 3])
+    assert (len(packed), packed.largest, packed.tokens.tolist()) == (3, MAX_TOKEN_ID, [1, MAX_TOKEN_ID, 3])
+    assert PackedPrompt.of(packed) is packed
+    request = Request(1, packed)
+    assert (request.tokens, request.num_prompt_tokens) == (Request(2, [1, MAX_TOKEN_ID, 3]).tokens, 3)
+    request.tokens.append(4)
+    assert packed.tokens.tolist() == [1, MAX_TOKEN_ID, 3]  # what a request adds is its own
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [1, MAX_TOKEN_ID + 1], [1, True], [1, 2.0], "12", None, iter([1])])
+def test_what_is_no_prompt_cannot_be_packed(tokens: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt(\[\d\])? = .* is not a"):
+        PackedPrompt.of(tokens)
+
+
+def test_words_are_copied_not_checked() -> None:
+    words = check_tokens("prompt", [1, 2])
+    again = check_tokens("prompt", words)
+    assert again == words
+    assert again is not words
+
+
 def test_siblings_draw_their_own_numbers_for_the_same_prompt() -> None:
     first = Request(1, [1, 2, 3], SamplingParams(seed=7), priority=Priority.LOW, salt="s")
     first.tokens.append(9)
     second = first.sibling(2, 1)
-    assert (second.tokens, second.priority, second.salt) == ([1, 2, 3], Priority.LOW, "s")
+    assert (second.tokens.tolist(), second.priority, second.salt) == ([1, 2, 3], Priority.LOW, "s")
     assert (first.sampling.sample_index, second.sampling.sample_index, second.sampling.seed) == (0, 1, 7)
     assert second.parent is first
 
@@ -87,8 +110,8 @@ def test_a_branch_goes_on_from_the_answer() -> None:
     first = Request(1, [1, 2, 3])
     first.tokens.append(9)
     branch = first.branch(2, SamplingParams(seed=1))
-    assert (branch.tokens, branch.num_prompt_tokens, branch.output) == ([1, 2, 3, 9], 4, [])
+    assert (branch.tokens.tolist(), branch.num_prompt_tokens, branch.output) == ([1, 2, 3, 9], 4, [])
     assert first.output == [9]
     branch.tokens.append(5)
-    assert first.tokens == [1, 2, 3, 9]
+    assert first.tokens.tolist() == [1, 2, 3, 9]
     assert "waiting" not in repr(branch)

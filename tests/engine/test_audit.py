@@ -6,28 +6,38 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 import pytest
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
-from quire.core.request import Priority, SamplingParams
+from quire.core.check import audit
+from quire.core.request import PackedPrompt, Priority, SamplingParams
+from quire.core.scheduler import Scheduler
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Channel, Gone
 from quire.engine.engine import Engine
 from quire.engine.wire import (
     Add,
     Begun,
+    Cancel,
+    ClearCache,
+    Finish,
     FrameReader,
     FromWorker,
     GetStats,
+    Load,
+    PinCache,
     Stats,
     Stepped,
     ToWorker,
+    UnpinCache,
     from_worker,
     pack,
 )
-from quire.engine.worker import Observer, Worker
+from quire.engine.worker import QUESTIONS, Observer, Worker
+from quire.errors import InvariantViolation
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
 LIMIT_S = 60.0
@@ -58,7 +68,14 @@ class Peer:
 
     def answer(self, request_id: int, prompt: tuple[int, ...]) -> list[FromWorker]:
         """All that is said until it is answered."""
-        self.send(Add((request_id,), prompt, SamplingParams(temperature=0, max_tokens=3), Priority.NORMAL, ""))
+        self.ask(request_id, prompt)
+        return self.until_answered()
+
+    def ask(self, request_id: int, prompt: tuple[int, ...]) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=3)
+        self.send(Add((request_id,), PackedPrompt.of(prompt), sampling, Priority.NORMAL, ""))
+
+    def until_answered(self) -> list[FromWorker]:
         said: list[FromWorker] = []
         while not any(
             output.finish_reason for message in said if isinstance(message, Stepped) for output in message.outputs
@@ -89,23 +106,38 @@ def working() -> Iterator[tuple[Peer, Engine]]:
         theirs.close()
 
 
-def audited(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released by every audit, when it is done."""
-    done = threading.Semaphore(0)
-    audit = Worker._audit
+class Audits:
+    """Watches a worker's audits, and can hold one up after its first slice."""
 
-    def note(worker: Worker) -> None:
-        audit(worker)
-        done.release()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = threading.Semaphore(0)  # released by every audit that comes to its end
+        self.num_begun = 0
+        self.num_slices = 0
+        self.is_held = False  # the next one is to stop after its first slice
+        self.held = threading.Semaphore(0)  # released when it does
+        self.go_on = threading.Semaphore(0)
+        monkeypatch.setattr("quire.engine.worker.audit", self._watch)
 
-    monkeypatch.setattr(Worker, "_audit", note)
-    return done
+    def _watch(self, scheduler: Scheduler, *, max_blocks: int) -> Iterator[None]:
+        self.num_begun += 1
+        try:
+            for _ in audit(scheduler, max_blocks=max_blocks):
+                self.num_slices += 1
+                if self.is_held:
+                    self.is_held = False
+                    self.held.release()
+                    assert self.go_on.acquire(timeout=LIMIT_S)
+                yield
+        except InvariantViolation:
+            self.done.release()
+            raise
+        self.done.release()
 
 
 def test_a_broken_law_is_counted_and_the_cache_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = audited(monkeypatch)
+    done = Audits(monkeypatch).done
     with working() as (peer, engine):
         peer.answer(1, tuple(range(20)))
         assert done.acquire(timeout=LIMIT_S)
@@ -125,7 +157,7 @@ def test_a_broken_law_is_counted_and_the_cache_is_given_up(
 
 def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.05)
-    done = audited(monkeypatch)
+    done = Audits(monkeypatch).done
     with working() as (peer, _):
         assert not done.acquire(timeout=0.2)  # nothing has happened
         for _ in range(3):
@@ -135,6 +167,56 @@ def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> No
         assert done.acquire(timeout=LIMIT_S)
         peer.stats()
         assert not done.acquire(timeout=0.2)
+
+
+def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
+    """An audit of many slices that has come to the end of the first."""
+    monkeypatch.setattr("quire.engine.worker.MAX_LOOKED_AT", 4)
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.01)
+    audits = Audits(monkeypatch)
+    audits.is_held = True
+    peer.answer(1, tuple(range(20)))
+    assert audits.held.acquire(timeout=LIMIT_S)
+    return audits
+
+
+def test_a_request_is_served_before_the_audit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with working() as (peer, _):
+        audits = held_audit(monkeypatch, peer)
+        monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", LIMIT_S)
+        peer.ask(2, (7,) * 10)
+        audits.go_on.release()
+        peer.until_answered()
+        assert (audits.num_begun, audits.num_slices) == (1, 1)  # and the one that was under way is dropped
+        assert peer.stats().num_violations == 0
+
+
+def test_after_a_change_an_audit_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with working() as (peer, engine):
+        audits = held_audit(monkeypatch, peer)
+        peer.send(ClearCache(5))
+        audits.go_on.release()
+        assert audits.done.acquire(timeout=LIMIT_S)
+        assert audits.num_begun == 2
+        assert peer.stats().num_violations == 0
+        assert engine.scheduler.cache.stats().num_cached == 0
+
+
+def test_a_question_is_answered_and_the_audit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with working() as (peer, _):
+        audits = held_audit(monkeypatch, peer)
+        peer.send(GetStats(5))
+        audits.go_on.release()
+        assert audits.done.acquire(timeout=LIMIT_S)
+        assert audits.num_begun == 1
+        assert audits.num_slices > 3 * CAPACITY.num_blocks // 4 // 2
+        assert isinstance(peer.next(), Stats)
+
+
+def test_every_message_is_a_question_or_a_change() -> None:
+    """A new kind of message counts as a change, unless somebody says that it is none."""
+    changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
+    assert {*QUESTIONS, *changes, Load} == set(get_args(ToWorker))
 
 
 def test_a_start_is_told_before_its_step_and_once() -> None:

@@ -12,7 +12,10 @@ import pytest
 from quire.backends.base import DEFAULT_MAX_SEQS, Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, run_alone
 from quire.core.check import check_scheduler
-from quire.core.request import FinishReason, SamplingParams
+from quire.core.kv_cache import KVCacheManager
+from quire.core.policy import Fcfs
+from quire.core.request import FinishReason, PackedPrompt, SamplingParams
+from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
@@ -217,6 +220,20 @@ def test_what_would_break_a_batch_is_refused_at_the_door(
     with pytest.raises(InvalidRequest, match=problem):
         engine.add(1, prompt, sampling)
     assert not engine.has_work
+
+
+def test_a_packed_prompt_is_let_in_without_a_look_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, outside = PackedPrompt.of([1, 2, 3] * 10), PackedPrompt.of([1, 50])
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("all tokens were looked at again")
+
+    monkeypatch.setattr("quire.core.request.check_tokens", refuse)
+    engine = Engine(FakeRunner(CAPACITY), Scheduler(KVCacheManager(40, 4, digest=refuse), Fcfs()))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="prompt: token id 50 is outside the vocabulary of 50"):
+        engine.add(1, outside, GREEDY)
+    engine.add(1, packed, GREEDY)
+    assert engine.has_work
 
 
 def test_too_long_is_refused_with_the_numbers() -> None:

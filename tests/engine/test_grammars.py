@@ -15,7 +15,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from quire.core.request import FinishReason, Priority, SamplingParams
+from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine import grammars as grammars_module
 from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
@@ -222,7 +222,8 @@ def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: p
     monkeypatch.setattr("quire.engine.compiling.MAX_COMPILING", 2)
     waiting = Compilations(grammars, lambda: None)
     for number in (1, 2, 3):
-        add = Add((number,), (1,), SamplingParams(), Priority.NORMAL, "", (), regex_grammar(f"w{number}"))
+        prompt, grammar = PackedPrompt.of((1,)), regex_grammar(f"w{number}")
+        add = Add((number,), prompt, SamplingParams(), Priority.NORMAL, "", (), grammar)
         if number < 3:
             waiting.add(add)
         else:

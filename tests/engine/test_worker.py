@@ -18,7 +18,7 @@ import pytest
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
-from quire.core.request import FinishReason, Priority, SamplingParams
+from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Gone
 from quire.engine.client import EngineClient
@@ -624,10 +624,12 @@ def serve_script(runner: _Preparing, channel: _Script) -> list[int]:
 
 
 def ask(request_id: int) -> Add:
-    return Add((request_id,), (1, 2, 3), SamplingParams(temperature=0, max_tokens=5), Priority.NORMAL, "")
+    sampling = SamplingParams(temperature=0, max_tokens=5)
+    return Add((request_id,), PackedPrompt.of((1, 2, 3)), sampling, Priority.NORMAL, "")
 
 
-def test_a_runner_prepares_while_nobody_waits() -> None:
+def test_a_runner_prepares_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)  # this channel does not sleep
     runner, channel = _Preparing(num_pieces=6), _Script({3: ask(1), 9: ask(2)}, num_calls=30)
     tokens = serve_script(runner, channel)
     assert len(tokens) == 10
@@ -638,7 +640,10 @@ def test_a_runner_prepares_while_nobody_waits() -> None:
     assert channel.sleeps[-1] is None  # in the end it sleeps
 
 
-def test_a_failure_to_prepare_ends_preparing_not_serving(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_prepare_ends_preparing_not_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)
     runner, channel = _Preparing(num_pieces=6, failing=3), _Script({5: ask(1)}, num_calls=30)
     assert len(serve_script(runner, channel)) == 5
     assert runner.num_calls == 3
@@ -665,14 +670,19 @@ def test_garbage_is_refused_not_obeyed() -> None:
         to_worker.decode(msgspec.msgpack.encode({"type": "add", "request_id": "x"}))
     with pytest.raises(msgspec.ValidationError):
         from_worker.decode(msgspec.msgpack.encode({"type": "exec", "code": "1"}))
-    fields = {"request_ids": [1], "prompt": [1], "priority": 1, "salt": ""}
-    forged = msgspec.msgpack.encode({"type": "add", "sampling": {"temperature": 1e9}, **fields})
-    with pytest.raises(msgspec.ValidationError, match="temperature"):
-        to_worker.decode(forged)
+    fields = {"type": "add", "request_ids": [1], "priority": 1, "salt": ""}
+    for sampling, words, problem in (
+        ({"temperature": 1e9}, bytes(4), "temperature"),
+        ({}, bytes(3), "prompt of 3 bytes"),
+        ({}, b"", "prompt of 0 bytes"),
+    ):
+        forged = {"sampling": sampling, "prompt": {"words": words, "largest": 0}, **fields}
+        with pytest.raises(msgspec.ValidationError, match=problem):
+            to_worker.decode(msgspec.msgpack.encode(forged))
 
 
 def test_messages_come_back_as_they_were() -> None:
     sampling = SamplingParams(logit_bias={5: 1.5}, seed=2**63 - 1, logprobs=2)
-    message = Add((1, 2), (1, 2), sampling, Priority.LOW, "salt")
+    message = Add((1, 2), PackedPrompt.of((1, 2)), sampling, Priority.LOW, "salt")
     assert to_worker.decode(pack(message)[4:]) == message
     assert from_worker.decode(pack(Stepped(()))[4:]) == Stepped(())

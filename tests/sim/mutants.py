@@ -27,7 +27,7 @@ def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *,
 
 
 MUTANTS = (
-    _mutant("unchained keys", "core/prefix.py", "blake2b(parent_key + tokens,", "blake2b(tokens,"),
+    _mutant("unchained keys", "core/chain.py", "    state.update(parent_key)\n", ""),
     _mutant(
         "one salt matches another",
         "core/prefix.py",
@@ -96,7 +96,7 @@ MUTANTS = (
                 "        self.pool.release([self.pool.blocks[copy.source] for copy in copies])",
                 "        return",
             ),
-            Edit("core/check.py", "        held += [copy.source for copy in plan.copies]\n", "        pass\n"),
+            Edit("core/check.py", "        _count(holders, [copy.source for copy in plan.copies])\n", "        pass\n"),
         ),
     ),
     Mutant(
@@ -478,5 +478,33 @@ MUTANTS = (
         "if is_known and self.can_share(owner):",
         "if is_known:",
         "tests/core/test_scheduler.py",
+    ),
+    _mutant(
+        "names of another salt",
+        "core/chain.py",
+        "        if self.root == other.root:\n            self._follow(other, known)\n",
+        "        self._follow(other, known)\n",
+        "tests/core/test_prefix.py",
+    ),
+    _mutant(
+        "yielded blocks still count for their owner",
+        "core/pins.py",
+        "        owner.num_blocks -= len(pin.blocks)\n",
+        "",
+        "tests/core/test_pins.py",
+    ),
+    _mutant(
+        "a slice of an audit leaves out its last block",
+        "core/check.py",
+        "piece = slice(start, start + size)",
+        "piece = slice(start, start + size - 1)",
+        "tests/core/test_check.py",
+    ),
+    _mutant(
+        "an audit goes on after a change",
+        "engine/worker.py",
+        "        self._is_audited = False\n        self._audit = None\n",
+        "        self._is_audited = False\n",
+        "tests/engine/test_audit.py",
     ),
 )

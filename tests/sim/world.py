@@ -7,12 +7,13 @@ cache was read; and the core's own laws (`check_scheduler`). An event is one API
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner, Fold, digest, run_alone
+from quire.core.chain import hash_block_tokens
 from quire.core.check import check_scheduler
 from quire.core.events import (
     Admitted,
@@ -28,7 +29,7 @@ from quire.core.events import (
 from quire.core.kv_cache import KVCacheManager
 from quire.core.ledger import StepCost
 from quire.core.policy import NS_PER_S, Aging, Fair, Fcfs, Policy
-from quire.core.prefix import StopReason, hash_block_tokens
+from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority, Request, RequestState, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import SeqSlice, StepPlan, TokenUpdate
@@ -43,7 +44,7 @@ def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
     return bytes([hash_block_tokens(parent_key, tokens)[0] % 16])
 
 
-def common_length(a: list[int], b: list[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     length = 0
     for ours, theirs in zip(a, b, strict=False):
         if ours != theirs:
@@ -375,7 +376,7 @@ class World:
         tokens, salt = self._prompt(), self.random.choice(SALTS)
         if books and self.random.random() < 0.8:  # something that is probably cached
             book = self.random.choice(books)
-            tokens, salt = book.request.tokens, book.request.salt
+            tokens, salt = [*book.request.tokens], book.request.salt
         ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
         num_pinned = self.scheduler.cache.pin(f"pin-{self.random.randint(0, 4)}", tokens, salt, self.now_ns + ttl)
         self.counts["pins"] += num_pinned > 0

@@ -1,0 +1,309 @@
+"""The audit: it finds what is wrong wherever that is, in one go or in slices, and no slice does more than it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from quire.core.block import KVCacheBlock
+from quire.core.check import audit, check_scheduler
+from quire.core.request import Request, RequestState, SamplingParams
+from quire.core.scheduler import Scheduler
+from quire.errors import InvariantViolation
+from tests.core.helpers import Rig
+
+NUM_BLOCKS = 400
+SLICE = 8
+
+
+def busy() -> Scheduler:
+    """Cached content, pins that share blocks, twins, a step in flight, requests that run and that wait."""
+    rig = Rig(num_blocks=NUM_BLOCKS, max_seqs=3)
+    for number, first in enumerate(range(0, 1000, 100)):  # ten that are over: ten children of the root
+        rig.add(number, range(first, first + 50), max_tokens=2)
+    rig.run()
+    cache = rig.scheduler.cache
+    for number, first in enumerate(range(0, 500, 100)):
+        assert cache.pin(f"owner-{number % 2}/{number}", list(range(first, first + 40)), "", 10**18)
+        assert cache.pin(f"other/{number}", list(range(first, first + 20)), "", 10**18)
+    computed_again = SamplingParams(max_tokens=20, prompt_logprobs=0)  # without the cache: its blocks get twins
+    rig.scheduler.add(Request(100, range(50), computed_again), rig.now_ns)
+    for number, first in enumerate((0, 150, 250, 350)):
+        rig.add(101 + number, range(first, first + 70), max_tokens=20)
+    for _ in range(3):
+        rig.step()
+    rig.scheduler.schedule(rig.now_ns)  # stays in flight
+    scheduler = rig.scheduler
+    assert len(scheduler.running) == 3
+    assert len(scheduler.waiting) == 2
+    assert scheduler.in_flight
+    assert any(block.twins for block in scheduler.cache.pool.blocks)
+    return scheduler
+
+
+def in_slices(scheduler: Scheduler, size: int = SLICE) -> int:
+    """Runs an audit to its end. Returns in how many slices."""
+    return sum(1 for _ in audit(scheduler, max_blocks=size))
+
+
+def cached(scheduler: Scheduler) -> list[KVCacheBlock]:
+    return [block for block in scheduler.cache.pool.free if block.key is not None]
+
+
+def swap_children(scheduler: Scheduler) -> None:
+    """The root of the tree has its ten children in the wrong order."""
+    _, children = max(scheduler.cache.tree.positions(), key=lambda position: len(list(position[1])))
+    (bucket,) = children._buckets  # type: ignore[attr-defined]
+    bucket[-1], bucket[-2] = bucket[-2], bucket[-1]
+
+
+def break_ring(scheduler: Scheduler) -> None:
+    """The free list leads back into itself."""
+    *_, before, last = scheduler.cache.pool.free
+    last.next_free = before
+
+
+def break_link(scheduler: Scheduler) -> None:
+    *_, before, last = scheduler.cache.pool.free
+    last.prev_free = before.prev_free
+
+
+def lose_free_block(scheduler: Scheduler) -> None:
+    free = scheduler.cache.pool.free
+    free.remove(list(free)[-1])
+
+
+def forget_request(scheduler: Scheduler) -> None:
+    del scheduler._requests[next(iter(scheduler.waiting)).request_id]
+
+
+def replace_request(scheduler: Scheduler) -> None:
+    """Another request has the id of one that waits."""
+    waiting = next(iter(scheduler.waiting))
+    scheduler._requests[waiting.request_id] = Request(waiting.request_id, waiting.tokens)
+
+
+def hold_null_block(scheduler: Scheduler) -> None:
+    scheduler.running.requests[-1].block_table[-1] = 0
+
+
+def hold_unknown_block(scheduler: Scheduler) -> None:
+    scheduler.running.requests[-1].block_table[-1] = NUM_BLOCKS
+
+
+def share_written_block(scheduler: Scheduler) -> None:
+    first, *_, last = scheduler.running.requests
+    last.block_table[-1] = first.block_table[-1]
+
+
+def damage(name: str, value: Any) -> Callable[[Scheduler], None]:
+    """An attribute of the last cached block: the part of the pool that a slice comes to last."""
+
+    def apply(scheduler: Scheduler) -> None:
+        setattr(max(cached(scheduler), key=lambda block: block.block_id), name, value)
+
+    return apply
+
+
+def damage_twin(name: str, value: Any) -> Callable[[Scheduler], None]:
+    def apply(scheduler: Scheduler) -> None:
+        standing = next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins)
+        setattr(standing.twins[-1], name, value)  # type: ignore[index]
+
+    return apply
+
+
+def lose_twin(scheduler: Scheduler) -> None:
+    next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins).twins = None
+
+
+def unindex(scheduler: Scheduler) -> None:
+    tree = scheduler.cache.tree
+    del tree._index[next(reversed(tree._index))]
+
+
+def set_running(name: str, value: Any) -> Callable[[Scheduler], None]:
+    def apply(scheduler: Scheduler) -> None:
+        setattr(scheduler.running.requests[-1], name, value)
+
+    return apply
+
+
+def set_waiting(name: str, value: Any) -> Callable[[Scheduler], None]:
+    def apply(scheduler: Scheduler) -> None:
+        setattr(list(scheduler.waiting)[-1], name, value)
+
+    return apply
+
+
+def miscount(path: str) -> Callable[[Scheduler], None]:
+    *names, last = path.split(".")
+
+    def apply(scheduler: Scheduler) -> None:
+        owner: Any = scheduler
+        for name in names:
+            owner = getattr(owner, name)
+        setattr(owner, last, getattr(owner, last) + 1)
+
+    return apply
+
+
+def miscount_pinned_block(scheduler: Scheduler) -> None:
+    holders = scheduler.cache.pins.holders
+    holders[next(reversed(holders))] += 1
+
+
+def forget_pinned_block(scheduler: Scheduler) -> None:
+    holders = scheduler.cache.pins.holders
+    del holders[next(reversed(holders))]
+
+
+def miscount_owner(scheduler: Scheduler) -> None:
+    scheduler.cache.pins.owners["other"].num_blocks += 1
+
+
+def forget_pin(scheduler: Scheduler) -> None:
+    pins = scheduler.cache.pins
+    del pins._pins[next(reversed(pins._pins))]
+
+
+def double_slot(scheduler: Scheduler) -> None:
+    first, *_, last = scheduler.running.requests
+    last.slot = first.slot
+
+
+VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
+    "reference count": damage("ref_count", 1),
+    "tokens that are not the key's": damage("tokens", bytes(16)),
+    "key that is not in the index": damage("key", b"?" * 16),
+    "too few tokens": damage("tokens", bytes(4)),
+    "parent of another": damage("parent_key", b"?" * 16),
+    "content without a position": damage("parent_key", None),
+    "index": unindex,
+    "twin with other tokens": damage_twin("tokens", bytes(16)),
+    "twin with another parent": damage_twin("parent_key", b"?" * 16),
+    "twin that nobody knows": lose_twin,
+    "order of siblings": swap_children,
+    "free list is a ring": break_ring,
+    "free list leads elsewhere backwards": break_link,
+    "free block that is not in the list": lose_free_block,
+    "length of the free list": miscount("cache.pool.free._len"),
+    "number of cached blocks": miscount("cache.pool._num_cached"),
+    "number of shared blocks": miscount("cache.pool._num_shared"),
+    "null block": hold_null_block,
+    "block that does not exist": hold_unknown_block,
+    "two writers of a block": share_written_block,
+    "pin's count of a block": miscount_pinned_block,
+    "pinned block that is not counted": forget_pinned_block,
+    "pin that let go of nothing": forget_pin,
+    "blocks of a pin's owner": miscount_owner,
+    "more pinned than allowed": lambda scheduler: setattr(scheduler.cache.pins, "max_blocks", 1),
+    "state of a running request": set_running("state", RequestState.WAITING),
+    "counts of a running request": set_running("num_computed", 10**6),
+    "table that is too short": set_running("block_table", []),
+    "published too much": set_running("num_published", 10**6),
+    "samples in flight": set_running("num_in_flight", 2),
+    "slot": double_slot,
+    "order of running requests": set_running("urgency", -(10**9)),
+    "waiting request with a slot": set_waiting("slot", 1),
+    "waiting request with blocks": set_waiting("block_table", [5]),
+    "tokens of those who wait": miscount("waiting.num_tokens"),
+    "request that is gone": forget_request,
+    "request of another's id": replace_request,
+}
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_a_violation_is_found_in_one_go_and_in_slices(violation: str) -> None:
+    scheduler = busy()
+    check_scheduler(scheduler)
+    assert in_slices(scheduler) > 2 * NUM_BLOCKS // SLICE
+    VIOLATIONS[violation](scheduler)
+    with pytest.raises(InvariantViolation):
+        check_scheduler(scheduler)
+    with pytest.raises(InvariantViolation):
+        in_slices(scheduler)
+
+
+def test_a_violation_ahead_of_the_audit_is_found_by_it() -> None:
+    scheduler = busy()
+    num_slices = in_slices(scheduler)
+    slices = audit(scheduler, max_blocks=SLICE)
+    for _ in range(num_slices // 2):
+        next(slices)
+    _, children = list(scheduler.cache.tree.positions())[-1]
+    (block, *_) = children
+    block.tokens = bytes(len(block.tokens))
+    with pytest.raises(InvariantViolation):
+        list(slices)
+
+
+class CountedTable(list[int]):
+    """A block table that counts how many of its entries are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for block_id in super().__iter__():
+            CountedTable.num_read += 1
+            yield block_id
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        CountedTable.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The ids of all blocks of which anything was read; whoever counts empties it."""
+    touched: set[int] = set()
+    block_id = KVCacheBlock.__dict__["block_id"]
+
+    def watch(slot: Any) -> property:
+        def read(block: KVCacheBlock) -> Any:
+            touched.add(block_id.__get__(block))
+            return slot.__get__(block)
+
+        return property(read, slot.__set__)
+
+    for name in KVCacheBlock.__slots__:
+        monkeypatch.setattr(KVCacheBlock, name, watch(KVCacheBlock.__dict__[name]))
+    return touched
+
+
+def test_the_work_of_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = busy()
+    for request in scheduler.running:
+        request.block_table = CountedTable(request.block_table)
+    touched = count_blocks(monkeypatch)
+    num_touched, num_read = [], [0]
+    CountedTable.num_read = 0
+    for _ in audit(scheduler, max_blocks=SLICE):
+        num_touched.append(len(touched))
+        touched.clear()
+        num_read.append(CountedTable.num_read)
+    # A slice looks at its blocks, and perhaps at the neighbour, twin or parent of each.
+    assert max(num_touched) <= 2 * SLICE + 2
+    assert sum(num_touched) > 2 * NUM_BLOCKS
+    assert max(after - before for before, after in pairwise(num_read)) <= 2 * SLICE
+
+
+def test_an_audit_of_a_long_queue_is_sliced_by_requests() -> None:
+    rig = Rig(max_waiting=1000)
+    for number in range(500):
+        rig.add(number, [number], max_tokens=1)
+    assert in_slices(rig.scheduler, 10) >= 500 // 10
+    set_waiting("num_planned", 1)(rig.scheduler)
+    with pytest.raises(InvariantViolation, match="waiting but not idle"):
+        in_slices(rig.scheduler, 10)
+
+
+def test_an_empty_scheduler_passes() -> None:
+    rig = Rig(num_blocks=2)
+    check_scheduler(rig.scheduler)
+    assert in_slices(rig.scheduler, 1) >= 1
+    rig.scheduler.add(Request(1, [1], SamplingParams(max_tokens=1)), 0)
+    check_scheduler(rig.scheduler)
