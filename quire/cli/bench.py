@@ -352,7 +352,7 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
         f"`quire serve` with {fairness.max_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT} tokens"
         f" in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
         f" requests ({config.prompt_tokens} in, {config.output_tokens} out), which received"
-        f" {backlog.low_tokens / backlog.seconds:.0f} tok/s, prompts included. Their TTFT p95 should be at most"
+        f" {backlog.low_tokens_per_s:.0f} tok/s, prompts included. Their TTFT p95 should be at most"
         f" {fairness.max_ttft_ratio:g} times that of the idle server in every window. tok/s: decode speed of one"
         f" request, median.\n"
         f"At least {both.num_each} HIGH and {both.num_each} LOW requests at any time, for {both.seconds:.1f} s: HIGH"

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from quire.cli.bench_load import Asker, Load, News, Shape, Stream
+from quire.cli.bench_load import MAX_PROMPTS, Asker, Load, News, Shape, Stream
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.remote import PATIENT, Server, ServerError
 from quire.core.request import Priority
-from quire.engine.bench.fairness import BacklogSamples, Sample, SaturatedSamples, fairness_report
+from quire.engine.bench.fairness import (
+    MAX_BACKLOG,
+    BacklogSamples,
+    Sample,
+    SaturatedSamples,
+    backlog_size,
+    fairness_report,
+)
 from quire.engine.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
@@ -63,7 +70,7 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
         idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
         tell(2)
-        backlog = visit.backlog()
+        backlog = visit.backlog(backlog_size(config, idle))
         tell(3)
         saturated = visit.saturated()
     return Fairness(visit.setup, fairness_report(config.max_seqs, idle, backlog, saturated))
@@ -76,9 +83,9 @@ def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
     for name, value in found.items():
         if value is not None:
             options += [_FLAGS.get(name, f"--{name.replace('_', '-')}"), str(value)]
-    most = 4 * 2 * config.max_seqs + 64  # both tiers, twice over: one list of prompts is sent before another ends
+    most = 2 * max(MAX_BACKLOG, 4 * config.max_seqs)
     most_tokens = most * max(config.prompt_tokens, HIGH_PROMPT)
-    options += ["--max-queue", str(most), "--max-queued-tokens", str(max(most_tokens, 1 << 20))]
+    options += ["--max-queue", str(most), "--max-queued-tokens", str(most_tokens)]
     longest_s = 10 * config.seconds + 600
     return [*options, "--queue-timeout", f"{longest_s:.0f}", "--drain", "1", "--log-level", "warning"]
 
@@ -159,19 +166,20 @@ class _Visit:
         decode_s = times_s[-1] - first_s if times_s else 0.0
         return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
 
-    def backlog(self) -> BacklogSamples:
+    def backlog(self, num_low: int) -> BacklogSamples:
         config = self._config
-        low = Load(self._asker, Priority.LOW, self._low_shape, 2 * config.max_seqs)
+        low = Load(self._asker, Priority.LOW, self._low_shape, num_low)
         with _running(low):
-            clock = _Clock()
+            self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
+            clock, before = _Clock(), low.num_tokens
             high = self.high_requests(
                 is_over=lambda _, passed_s: passed_s >= config.seconds,
                 limit_s=config.seconds + GRACE_S,
                 check=low.check,
             )
-            low_tokens, client_cpu = low.num_tokens, clock.cpu
-        self._wait_idle()
-        return BacklogSamples(config.seconds, 2 * config.max_seqs, high, low_tokens, client_cpu)
+            low_tokens, passed_s, client_cpu = low.num_tokens - before, clock.passed_s, clock.cpu
+        self._wait_for(lambda num_requests: num_requests == 0)
+        return BacklogSamples(config.seconds, num_low, high, low_tokens / passed_s, client_cpu)
 
     def saturated(self) -> SaturatedSamples:
         num_each, seconds = 2 * self._config.max_seqs, self._config.seconds / 2
@@ -191,12 +199,17 @@ class _Visit:
             for load in loads:
                 load.check()
 
-    def _wait_idle(self) -> None:
-        """Until requests that were cut are gone."""
+    def _wait_for(self, is_reached: Callable[[int], bool], check: Callable[[], None] = lambda: None) -> None:
+        """Until the server has that many requests: a backlog has arrived, or those that were cut are gone."""
         give_up_s = time.perf_counter() + GRACE_S
-        while (stats := self._server.get("/v1/cache/stats"))["num_running"] or stats["num_waiting"]:
+        while True:
+            stats = self._server.get("/v1/cache/stats")
+            num_requests = stats["num_running"] + stats["num_waiting"]
+            if is_reached(num_requests):
+                return
             if time.perf_counter() > give_up_s:
-                raise ServerError(f"{self._server.url} still has requests {GRACE_S:g} s after their clients left")
+                raise ServerError(f"{self._server.url} has {num_requests} requests, and still not as many as were sent")
+            check()
             time.sleep(POLL_S)
 
 

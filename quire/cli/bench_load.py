@@ -136,10 +136,10 @@ class Load:
         self._shape = shape
         self._num_requests = num_requests
         self._lock = threading.RLock()
-        self._num_open = 0
         self._streams: dict[Stream, threading.Thread] = {}
         self._is_stopped = False
         self._problem: QuireError | None = None
+        self.num_outstanding = 0
         self.num_tokens = 0  # received; a prompt counts, whole, with its first token
 
     def start(self) -> None:
@@ -162,9 +162,9 @@ class Load:
             raise self._problem
 
     def _refill(self) -> None:
-        while self._num_open < self._num_requests and not self._is_stopped:
+        while self.num_outstanding < self._num_requests and not self._is_stopped:
             num_prompts = min(MAX_PROMPTS, -(-self._num_requests // 2))
-            self._num_open += num_prompts
+            self.num_outstanding += num_prompts
             stream = Stream(self._asker, self._asker.body(self._priority, self._shape, num_prompts))
             thread = threading.Thread(target=self._run, args=(stream,), daemon=True)
             self._streams[stream] = thread
@@ -180,7 +180,7 @@ class Load:
                     self.num_tokens += self._shape.prompt_tokens
                 self.num_tokens += news.num_tokens
                 if news.is_finished:
-                    self._num_open -= 1
+                    self.num_outstanding -= 1
                     self._refill()
 
         try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 from quire.core.ledger import LOW_SHARE
-from quire.engine.bench.report import BacklogReport, FairnessReport, Latency, SaturatedReport, Window
+from quire.engine.bench.report import BacklogReport, BenchConfig, FairnessReport, Latency, SaturatedReport, Window
 from quire.engine.simulate import percentile
 
 NUM_WINDOWS = 3  # "at every moment": a policy that fails after a while fails in the later ones
 MAX_TTFT_RATIO = 3.0
+MAX_BACKLOG = 4096
 SHARE_KEPT = 0.9  # of the guaranteed share: a measurement ends in the middle of somebody's prompt
 
 
@@ -30,7 +32,7 @@ class BacklogSamples:
     seconds: float
     num_low: int
     high: tuple[Sample, ...]
-    low_tokens: int
+    low_tokens_per_s: float
     client_cpu: float
 
 
@@ -63,6 +65,17 @@ def fairness_report(
         and share is not None
         and share >= min_low_share,
     )
+
+
+def backlog_size(config: BenchConfig, idle: Sequence[Sample]) -> int:
+    """LOW requests to keep outstanding, so that the oldest of them has waited since the phase began.
+
+    A policy that lets waiting requests age treats an old backlog otherwise than a new one. So there are more than the
+    server could answer during the phase if rows of a batch cost nothing: each slot as fast as one request alone.
+    """
+    rate = latency(idle).decode_tokens_per_s or 0.0
+    num_answered = ceil(config.seconds * config.max_seqs * rate / config.output_tokens)
+    return max(2 * config.max_seqs, min(num_answered, MAX_BACKLOG))
 
 
 def latency(samples: Sequence[Sample]) -> Latency:
@@ -98,7 +111,7 @@ def _backlog_report(idle: Latency, backlog: BacklogSamples) -> BacklogReport:
         windows=windows(backlog.high, backlog.seconds, idle),
         latency=in_all,
         decode_ratio=_ratio(in_all.decode_tokens_per_s, idle.decode_tokens_per_s),
-        low_tokens=backlog.low_tokens,
+        low_tokens_per_s=backlog.low_tokens_per_s,
         client_cpu=backlog.client_cpu,
     )
 

@@ -186,7 +186,7 @@ class BacklogReport:
     windows: tuple[Window, ...]
     latency: Latency  # of all windows
     decode_ratio: float | None  # HIGH decode speed / the speed on the idle server
-    low_tokens: int  # received by LOW clients meanwhile, prompts included
+    low_tokens_per_s: float  # received by LOW clients meanwhile, prompts included
     client_cpu: float  # CPU time of the client, which shares the machine with the server, in cores
 
 
