@@ -331,7 +331,7 @@ def _high_rows(fairness: FairnessReport) -> list[list[str]]:
     backlog = fairness.backlog
     rows = [_high_row("idle", fairness.idle, None, None)]
     rows += [
-        _high_row(f"backlog {one.begin_s:g}-{one.end_s:g} s", one.latency, one.ttft_ratio, None)
+        _high_row(f"backlog {round(one.begin_s, 1):g}-{round(one.end_s, 1):g} s", one.latency, one.ttft_ratio, None)
         for one in backlog.windows
     ]
     rows.append(_high_row("backlog", backlog.latency, None, backlog.decode_ratio))

@@ -60,7 +60,7 @@ def _draw_prefix(axes: Axes, prefix: PrefixReport) -> None:
 def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
     """p95 of the time to first token of HIGH requests; the line is what the promise allows."""
     windows = fairness.backlog.windows
-    names = ["idle", *(f"{one.begin_s:g}-{one.end_s:g} s" for one in windows)]
+    names = ["idle", *(f"{round(one.begin_s, 1):g}-{round(one.end_s, 1):g} s" for one in windows)]
     heights = [one.ttft_ms_p95 or 0.0 for one in (fairness.idle, *(window.latency for window in windows))]
     labels = ["idle", *("-" if one.ttft_ratio is None else f"{one.ttft_ratio:.2f}x" for one in windows)]
     bars = axes.bar(names, heights, color=["C7", *["C4"] * len(windows)])
