@@ -60,7 +60,7 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
     """Start a server of this model with these settings of an engine, measure it, and stop it."""
 
     def tell(phase: int) -> None:
-        expected_s = None if phase == 0 else 1.5 * config.seconds + NUM_IDLE
+        expected_s = None if phase == 0 else 1.7 * config.seconds + NUM_IDLE
         progress(Stage(f"fairness: {PHASES[phase]}", phase, len(PHASES), expected_s))
 
     tell(0)

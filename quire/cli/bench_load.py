@@ -139,8 +139,13 @@ class Load:
         self._streams: dict[Stream, threading.Thread] = {}
         self._is_stopped = False
         self._problem: QuireError | None = None
-        self.num_outstanding = 0
+        self._num_open = 0
         self.num_tokens = 0  # received; a prompt counts, whole, with its first token
+
+    @property
+    def num_outstanding(self) -> int:
+        with self._lock:
+            return self._num_open
 
     def start(self) -> None:
         with self._lock:
@@ -162,9 +167,9 @@ class Load:
             raise self._problem
 
     def _refill(self) -> None:
-        while self.num_outstanding < self._num_requests and not self._is_stopped:
+        while self._num_open < self._num_requests and not self._is_stopped:
             num_prompts = min(MAX_PROMPTS, -(-self._num_requests // 2))
-            self.num_outstanding += num_prompts
+            self._num_open += num_prompts
             stream = Stream(self._asker, self._asker.body(self._priority, self._shape, num_prompts))
             thread = threading.Thread(target=self._run, args=(stream,), daemon=True)
             self._streams[stream] = thread
@@ -180,7 +185,7 @@ class Load:
                     self.num_tokens += self._shape.prompt_tokens
                 self.num_tokens += news.num_tokens
                 if news.is_finished:
-                    self.num_outstanding -= 1
+                    self._num_open -= 1
                     self._refill()
 
         try:

@@ -234,6 +234,6 @@ def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> floa
     spent = {
         "speedup": config.rounds * per_round,
         "prefix": (config.rounds + 1) * (config.head_tokens * prefill_s + 2 * LIVE_TOKENS * step_s),
-        "fairness": 1.5 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
+        "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
     }
     return sum(spent[part] for part in config.parts)
