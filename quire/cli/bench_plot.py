@@ -19,7 +19,7 @@ def draw(report: BenchReport, title: str, path: Path) -> None:
     except ImportError:
         raise MissingExtra.of("the plot", "matplotlib") from None
     parts = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
-    figure = Figure(figsize=(1 + 4 * len(parts), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(8, 1 + 4 * len(parts)), 4.5), layout="constrained")
     figure.suptitle(title)
     panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])
     for axes, part in zip(panels, parts, strict=True):
