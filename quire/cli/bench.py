@@ -1,4 +1,7 @@
-"""`quire bench`: what batching, a shared prefix and priorities are worth on a real model, on this machine."""
+"""`quire bench`: what batching, a shared prefix and priorities are worth on a real model, on this machine.
+
+Batching and prefixes are measured in this process, fairness between priorities on a `quire serve` process.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,28 +24,34 @@ import typer
 
 from quire import __version__
 from quire.cli import loading
+from quire.cli.bench_fairness import measure_fairness
+from quire.cli.bench_server import check_installed
 from quire.engine.bench.report import (
+    HIGH_ANSWER,
+    HIGH_PROMPT,
     PARTS,
     BenchConfig,
     BenchReport,
     FairnessReport,
+    Latency,
     PrefixReport,
     Progress,
     SpeedupReport,
     Stage,
-    Tier,
 )
 from quire.engine.bench.run import run_bench
 from quire.errors import InvalidRequest, MissingExtra
+from quire.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _DEFAULT = BenchConfig()
 _OPTIONS = {  # a field, as the library names it, and the option it came from
-    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens")},
+    **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
     **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
     "num_threads": "threads",
+    "max_seqs": "max_num_seqs",
 }
 PLOT_NAME = "speedup.png"
 
@@ -57,6 +67,12 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(help="Length of each client's prompt.")] = _DEFAULT.prompt_tokens,
     output_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = _DEFAULT.output_tokens,
     only: Annotated[list[str] | None, typer.Option(help=f"Only {', '.join(PARTS)}; repeat for two of them.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Fairness: how long HIGH requests run beside a LOW backlog.")
+    ] = _DEFAULT.seconds,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Fairness: requests in one step of the server.")
+    ] = _DEFAULT.max_seqs,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
     backend: loading.BackendOption = "auto",
     precision: loading.PrecisionOption = "balanced",
@@ -79,6 +95,8 @@ def bench(
             rounds=rounds,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            seconds=seconds,
+            max_seqs=max_num_seqs,
             seed=seed,
         )
     if out is not None:
@@ -150,13 +168,30 @@ def _options_named() -> Iterator[None]:
 
 
 def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> BenchReport:
+    """The model in this process is closed before the server starts: there may be no memory for two."""
+    from quire.engine.build import EngineConfig
+
+    begun_s = time.perf_counter()
+    EngineConfig(max_seqs=config.max_seqs, **settings)  # refuses what can never work
+    if "fairness" in config.parts:
+        check_installed()
+        loading.locate(model)  # fetched here, if need be, and not by the server
+    with _progress() as progress:
+        report = None if config.parts == ("fairness",) else _run_here(model, config, settings, progress)
+        if "fairness" in config.parts:
+            found = measure_fairness(model or DEFAULT_MODEL, config, settings, progress)
+            report = report or BenchReport(found.setup, config, 0.0, None, None, None)
+            report = replace(report, fairness=found.report)
+    assert report is not None  # there is no configuration without parts
+    return replace(report, duration_s=time.perf_counter() - begun_s)
+
+
+def _run_here(model: str | None, config: BenchConfig, settings: dict[str, Any], progress: Progress) -> BenchReport:
     from quire.engine.llm import LLM
 
-    max_seqs = max(64, *config.clients)
-    with _progress() as progress:
-        progress(Stage("loading the model", 0, 1))
-        with LLM(model, max_seqs=max_seqs, **settings) as llm:
-            return run_bench(llm, config, progress)
+    progress(Stage("loading the model", 0, 1))
+    with LLM(model, max_seqs=max(64, *config.clients), **settings) as llm:
+        return run_bench(llm, config, progress)
 
 
 @contextmanager
@@ -175,7 +210,7 @@ def _progress() -> Iterator[Progress]:
         nonlocal is_told
         if stage.expected_s is not None and not is_told:
             is_told = True
-            bar.console.print(f"By the pace of the first request, this takes about {_duration(stage.expected_s)}.")
+            bar.console.print(f"This takes about {_duration(stage.expected_s)}.")
         bar.update(task, completed=stage.num_done, total=stage.num_stages, description=stage.what)
 
     with bar:
@@ -243,7 +278,8 @@ def _title(report: BenchReport) -> str:
 
 
 SPEEDUP_HEADS = ("clients", "tok/s", "ratio", "lowest", "highest", "decode tok/s", "decode ratio", "TTFT ms")
-TIER_HEADS = ("", "tier", "requests", "wait p50", "wait max", "TTFT p50", "TTFT max")
+LEFT_HEADS = ("phase",)
+HIGH_HEADS = ("phase", "HIGH", "TTFT ms p50", "p95", "max", "p95/idle", "tok/s", "/idle")
 
 
 def _speedup_rows(speedup: SpeedupReport) -> list[list[str]]:
@@ -291,32 +327,38 @@ def _prefix_text(prefix: PrefixReport) -> str:
     )
 
 
-def _tier_rows(fairness: FairnessReport) -> list[list[str]]:
-    rows = []
-    for name, tiers in (("flood", fairness.flood.tiers), ("stream", fairness.stream.tiers)):
-        rows += [[name, tier_name, *_tier_cells(tier)] for tier_name, tier in tiers.items()]
+def _high_rows(fairness: FairnessReport) -> list[list[str]]:
+    backlog = fairness.backlog
+    rows = [_high_row("idle", fairness.idle, None, None)]
+    rows += [
+        _high_row(f"backlog {round(one.begin_s, 1):g}-{round(one.end_s, 1):g} s", one.latency, one.ttft_ratio, None)
+        for one in backlog.windows
+    ]
+    rows.append(_high_row("backlog", backlog.latency, None, backlog.decode_ratio))
     return rows
 
 
-def _tier_cells(tier: Tier) -> list[str]:
-    times = (tier.wait_s_p50, tier.wait_s_max, tier.ttft_s_p50, tier.ttft_s_max)
-    return [str(tier.requests), *(f"{seconds:.2f} s" for seconds in times)]
+def _high_row(name: str, one: Latency, ttft_ratio: float | None, decode_ratio: float | None) -> list[str]:
+    times = ["-" if ms is None else f"{ms:.0f}" for ms in (one.ttft_ms_p50, one.ttft_ms_p95, one.ttft_ms_max)]
+    rate = "-" if one.decode_tokens_per_s is None else f"{one.decode_tokens_per_s:.1f}"
+    ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (ttft_ratio, decode_ratio)]
+    return [name, str(one.requests), *times, ratios[0], rate, ratios[1]]
 
 
-def _fairness_text(fairness: FairnessReport) -> str:
-    flood, stream = fairness.flood, fairness.stream
-    low = "never all began" if stream.low_wait_s is None else f"began after at most {stream.low_wait_s:.2f} s"
-    late = (
-        "none began" if stream.first_late_high_s is None else f"the first began after {stream.first_late_high_s:.2f} s"
-    )
+def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
+    backlog, both = fairness.backlog, fairness.saturated
+    share = "-" if both.low_share is None else f"{both.low_share:.1%}"
     return (
-        f"{fairness.num_slots} slots, patience {fairness.patience_s:g} s. Flood: {flood.num_high} HIGH came when LOW"
-        f" held all slots and {flood.num_low_waiting} more waited. In {flood.num_overtakes} of"
-        f" {flood.num_high * flood.num_low_waiting} pairs HIGH had its first token first, with {flood.num_preemptions}"
-        f" preemptions; pairs in the wrong order: {flood.num_out_of_order}.\n"
-        f"Stream: HIGH never stopped coming. LOW {low}, with {stream.num_high_ahead} HIGH before it. The bound: no HIGH"
-        f" that comes more than {fairness.bound_s:g} s after a LOW goes before it. Of those that came later, {late};"
-        f" {stream.num_late_overtakes} went before a LOW. {_held(fairness.is_held)}"
+        f"`quire serve` with {fairness.max_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT} tokens"
+        f" in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
+        f" requests ({config.prompt_tokens} in, {config.output_tokens} out), which received"
+        f" {backlog.low_tokens_per_s:.0f} tok/s, prompts included. Their TTFT p95 should be at most"
+        f" {fairness.max_ttft_ratio:g} times that of the idle server in every window. tok/s: decode speed of one"
+        f" request, median.\n"
+        f"At least {both.num_each} HIGH and {both.num_each} LOW requests at any time, for {both.seconds:.1f} s: HIGH"
+        f" received {both.high_tokens:,} tokens and LOW {both.low_tokens:,}, prompts included: a share of {share}."
+        f" Its guaranteed share is {both.guaranteed_share:.1%}, and it should reach {fairness.min_low_share:.1%}."
+        f" The client used {backlog.client_cpu:.1%} and {both.client_cpu:.1%} of a core. {_held(fairness.is_held)}"
     )
 
 
@@ -338,9 +380,9 @@ def _print(report: BenchReport) -> None:
     if report.prefix is not None:
         console.print(f"\nA shared prefix\n\n{_prefix_text(report.prefix)}")
     if (fairness := report.fairness) is not None:
-        console.print("\nFairness\n")
-        console.print(_table(TIER_HEADS, _tier_rows(fairness)))
-        console.print(f"\n{_fairness_text(fairness)}")
+        console.print("\nFairness between priorities\n")
+        console.print(_table(HIGH_HEADS, _high_rows(fairness)))
+        console.print(f"\n{_fairness_text(report.config, fairness)}")
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -349,7 +391,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in heads:
-        table.add_column(head, justify="left" if head in ("", "tier") else "right")
+        table.add_column(head, justify="left" if head in LEFT_HEADS else "right")
     for row in rows:
         table.add_row(*row)
     return table
@@ -361,7 +403,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -> str:
     machine, setup = document["machine"], report.setup
     lines = [f"# quire bench: {setup.model}", "", f"    {document['command']}", ""]
-    lines += [f"![Throughput, time to first token, waits]({PLOT_NAME})", ""] if has_plot else []
+    lines += [f"![Throughput, time to first token, fairness]({PLOT_NAME})", ""] if has_plot else []
     lines += ["| | |", "|---|---|"]
     facts = {
         "date": machine["date"],
@@ -385,13 +427,13 @@ def markdown(report: BenchReport, document: dict[str, Any], *, has_plot: bool) -
     if report.prefix is not None:
         lines += ["", "## A shared prefix", "", _prefix_text(report.prefix).replace("\n", "\n\n")]
     if (fairness := report.fairness) is not None:
-        lines += ["", "## Fairness", "", *_markdown_table(TIER_HEADS, _tier_rows(fairness))]
-        lines += ["", _fairness_text(fairness).replace("\n", "\n\n")]
+        lines += ["", "## Fairness between priorities", "", *_markdown_table(HIGH_HEADS, _high_rows(fairness))]
+        lines += ["", _fairness_text(report.config, fairness).replace("\n", "\n\n")]
     if report.not_held:
         lines += ["", "## Not held", "", *(f"- {problem}" for problem in report.not_held)]
     return "\n".join(lines) + "\n"
 
 
 def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---" if head in ("", "tier") else "---:" for head in heads]
+    rule = ["---" if head in LEFT_HEADS else "---:" for head in heads]
     return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]

@@ -1,11 +1,11 @@
-"""The picture of `quire bench --out`: throughput by clients, time to first token, waits by tier."""
+"""The picture of `quire bench --out`: throughput by clients, time to first token, HIGH requests beside LOW ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport, Tier
+from quire.engine.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport
 from quire.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def draw(report: BenchReport, title: str, path: Path) -> None:
     except ImportError:
         raise MissingExtra.of("the plot", "matplotlib") from None
     parts = [part for part in (report.speedup, report.prefix, report.fairness) if part is not None]
-    figure = Figure(figsize=(1 + 4 * len(parts), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(8, 1 + 4 * len(parts)), 4.5), layout="constrained")
     figure.suptitle(title)
     panels: list[Axes] = list(figure.subplots(1, len(parts), squeeze=False)[0])
     for axes, part in zip(panels, parts, strict=True):
@@ -58,18 +58,17 @@ def _draw_prefix(axes: Axes, prefix: PrefixReport) -> None:
 
 
 def _draw_fairness(axes: Axes, fairness: FairnessReport) -> None:
-    """The longest waits; the line is the window in which a HIGH may pass a LOW."""
-    found = [
-        (f"{name}\n{tier_name}", tier.wait_s_max) for name, tiers in _groups(fairness) for tier_name, tier in tiers
-    ]
-    bars = axes.bar([name for name, _ in found], [wait_s for _, wait_s in found], color="C4")
-    axes.bar_label(bars, [f"{wait_s:.2f}" for _, wait_s in found], padding=2)
-    axes.axhline(fairness.bound_s, color="C3", linestyle="--", linewidth=1, label=f"window {fairness.bound_s:g} s")
-    axes.set(title="Longest wait by tier", ylabel="seconds")
+    """p95 of the time to first token of HIGH requests; the line is what the promise allows."""
+    windows = fairness.backlog.windows
+    names = ["idle", *(f"{round(one.begin_s, 1):g}-{round(one.end_s, 1):g} s" for one in windows)]
+    heights = [one.ttft_ms_p95 or 0.0 for one in (fairness.idle, *(window.latency for window in windows))]
+    labels = ["idle", *("-" if one.ttft_ratio is None else f"{one.ttft_ratio:.2f}x" for one in windows)]
+    bars = axes.bar(names, heights, color=["C7", *["C4"] * len(windows)])
+    axes.bar_label(bars, labels, padding=2)
+    bound = fairness.max_ttft_ratio
+    axes.axhline(bound * heights[0], color="C3", linestyle="--", linewidth=1, label=f"{bound:g} times idle")
+    share = fairness.saturated.low_share
+    under = "" if share is None else f"LOW under endless HIGH: {share:.1%} of all tokens"
+    axes.set(title="First token of HIGH, p95, beside LOW", xlabel=under, ylabel="milliseconds")
     axes.margins(y=0.12)
-    axes.legend(loc="upper left")
-
-
-def _groups(fairness: FairnessReport) -> list[tuple[str, list[tuple[str, Tier]]]]:
-    parts = (("flood", fairness.flood.tiers), ("stream", fairness.stream.tiers))
-    return [(name, list(tiers.items())) for name, tiers in parts]
+    axes.legend(loc="best")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from quire.errors import InvalidRequest, ModelNotFound, QuireError
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(command.bench)
 SMALL = ("--clients", "1,2", "--clients", "3", "--rounds", "1", "--prompt-tokens", "16", "--output-tokens", "4")
+SHORT = ("--seconds", "1", "--max-num-seqs", "2")
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +38,40 @@ def refusal(*arguments: str) -> str:
 
 def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
     out = tmp_path / "a" / "report"
-    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, "--threads", "1", "--out", str(out), "--json"])
-    assert outcome.exit_code == 0, outcome.output
+    outcome = CliRunner().invoke(app, ["--model", model, *SMALL, *SHORT, "--threads", "1", "--out", str(out), "--json"])
     printed = json.loads(outcome.stdout)  # one object and nothing else
+    assert outcome.exit_code == int(bool(printed["not_held"])), outcome.output  # fairness, on a busy machine
     assert list(printed["speedup"]) == ["2", "3"]
     assert printed["speedup"]["3"] > 0
     assert {"ttft_cold_ms", "ttft_hit_ms", "shared_blocks", "copies"} <= set(printed["prefix"])
     assert (printed["prefix"]["shared_blocks"], printed["prefix"]["copies"]) == (32, 0)
-    assert printed["fairness"]["is_held"] is True
-    assert printed["fairness"]["bound_s"] == 4.0
-    assert printed["not_held"] == []
+    fairness = printed["fairness"]
+    assert fairness["idle"]["requests"] == 20
+    assert len(fairness["backlog"]["windows"]) == 3
+    assert fairness["backlog"]["latency"]["requests"] > 0
+    assert fairness["saturated"]["guaranteed_share"] == 0.125
+    assert fairness["is_held"] is (not printed["not_held"])
+    assert printed["setup"]["max_seqs"] == 64  # of this process; the server has its own
+    assert fairness["max_seqs"] == 2
     assert printed["throughput"]["baseline"]["num_threads"] == 1
     assert {"cpu", "cores", "date", "load_average_before"} <= set(printed["machine"])
     assert "takes about" in outcome.stderr
     assert "Wrote report.json, report.md and speedup.png" in outcome.stderr
     assert json.loads((out / "report.json").read_text()) == printed
     page = (out / "report.md").read_text()
-    for words in ("# quire bench: tiny", "![", "speedup.png", "ref count 2;", "One at a time is the best of", "Held."):
+    for words in (
+        "# quire bench: tiny",
+        "![",
+        "speedup.png",
+        "ref count 2;",
+        "One at a time is the best of",
+        "Held.",
+        "| idle | 20 |",
+    ):
         assert words in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert any(row.startswith("| 3 | ") for row in rows)
-    assert all(row.count("|") == rows[-1].count("|") for row in rows[-4:])
+    assert all(row.count("|") == rows[-1].count("|") for row in rows[-7:])
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -67,6 +82,27 @@ def test_a_person_gets_tables_that_fit(model: str) -> None:
         assert words in " ".join(outcome.stdout.split())
     assert "Fairness" not in outcome.stdout
     assert max(map(len, outcome.stdout.splitlines())) <= 80
+
+
+def test_fairness_alone_loads_no_model_here(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run_bench", lambda *_: pytest.fail("it loaded one"))
+    options = ("--only", "fairness", "--backend", "fake", *SHORT)
+    outcome = CliRunner().invoke(app, ["--model", model, *options])
+    assert outcome.exit_code in (0, 1), outcome.output
+    assert outcome.stdout.startswith("tiny in none with fake")
+    text = " ".join(outcome.stdout.split())
+    for words in ("phase HIGH TTFT ms p50", "backlog 0.3-0.7 s", "idle 20", "guaranteed share is 12.5%", "of a core"):
+        assert words in text
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+
+
+def test_a_server_that_cannot_start_is_an_error_with_its_log(model: str, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    message = refusal("--model", str(damaged), "--only", "fairness")
+    assert message.startswith("`quire serve` did not start: it ended with exit code ")
+    assert "model.safetensors" in message
 
 
 def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +127,14 @@ def test_what_is_not_held_is_said_and_fails(model: str, monkeypatch: pytest.Monk
         (("--output-tokens", "1"), "--output-tokens 1 is not"),
         (("--only", "speed"), "--only 'speed' is not one of speedup, prefix, fairness"),
         (("--threads", "0"), "--threads 0 is not"),
+        (("--only", "fairness", "--threads", "0"), "--threads 0 is not"),
+        (("--seconds", "0.5"), "--seconds 0.5 is not a number from 1 to 3600"),
+        (("--max-num-seqs", "0"), "--max-num-seqs 0 is not a whole number of at least 1"),
+        (("--max-num-seqs", "5000"), "--max-num-seqs 5000 is not a whole number from 1 to 4096"),
+        (
+            ("--only", "fairness", "--prompt-tokens", "9999"),
+            "fairness needs 10063 tokens of context, and the model has",
+        ),
         (("--device", "tpu"), "--device 'tpu' is not auto, cpu or cuda"),
         (("--dtype", "int3"), "--dtype 'int3' is not auto"),
         (("--load-format", "gptq"), "--load-format 'gptq' is not one of auto, dummy"),

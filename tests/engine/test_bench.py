@@ -1,4 +1,4 @@
-"""What the benchmark reports that is no time: shares, copies, orders, and that it refuses what it cannot measure."""
+"""What the benchmark reports that is no time: shares, copies, arithmetic; and what it refuses to measure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ import pytest
 
 from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.bench.report import BenchConfig, BenchReport, Stage
+from quire.engine.bench.fairness import (
+    MAX_BACKLOG,
+    BacklogSamples,
+    Sample,
+    SaturatedSamples,
+    backlog_size,
+    fairness_report,
+    latency,
+    windows,
+)
+from quire.engine.bench.report import BenchConfig, BenchReport, FairnessReport, Stage
 from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 
-SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8, patience_s=0.5)
+SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -86,29 +96,14 @@ def test_siblings_compute_their_prompt_once(report: BenchReport) -> None:
     assert siblings.is_held
 
 
-def test_tiers_are_served_in_order_and_within_the_bound(report: BenchReport) -> None:
-    fairness = report.fairness
-    assert fairness is not None
-    assert fairness.bound_s == pytest.approx(1.0)
-    flood, stream = fairness.flood, fairness.stream
-    assert (flood.num_low_waiting, flood.num_high) == (8, 4)
-    assert flood.num_overtakes == 32  # every HIGH before every LOW that was waiting
-    assert flood.num_out_of_order == 0
-    assert flood.num_preemptions == 4
-    assert {name: tier.requests for name, tier in flood.tiers.items()} == {"HIGH": 4, "LOW": 12}
-    assert flood.tiers["HIGH"].wait_s_max <= flood.tiers["LOW"].wait_s_max
-    assert stream.low_wait_s is not None
-    assert stream.low_wait_s > 0.95  # it did wait: HIGH ones came all the time
-    assert stream.num_high_ahead > 0
-    assert stream.num_late_overtakes == 0
-    assert stream.first_late_high_s is not None
-    assert stream.first_late_high_s >= stream.low_wait_s - 0.001
-    assert fairness.is_held
+def test_fairness_is_left_to_the_command(report: BenchReport) -> None:
+    assert "fairness" in report.config.parts
+    assert report.fairness is None
     assert report.not_held == ()
 
 
 def test_the_report_is_plain_values(report: BenchReport) -> None:
-    document: dict[str, Any] = json.loads(json.dumps(asdict(report)))
+    document: dict[str, Any] = json.loads(json.dumps(asdict(replace(report, fairness=fairness()))))
     assert document["setup"]["model"] == "tiny"
     assert document["setup"]["dtype"] == "float32"
     assert document["setup"]["num_threads"] == 1
@@ -119,17 +114,17 @@ def test_the_report_is_plain_values(report: BenchReport) -> None:
 
 def test_what_does_not_hold_is_said(report: BenchReport) -> None:
     assert report.prefix is not None
-    assert report.fairness is not None
     assert report.speedup is not None
     bad = replace(
         report,
         speedup=replace(report.speedup, num_cached_tokens=5, is_held=False),
         prefix=replace(report.prefix, copies=3, is_held=False, siblings=replace(report.prefix.siblings, is_held=False)),
-        fairness=replace(report.fairness, is_held=False, stream=replace(report.fairness.stream, low_wait_s=None)),
+        fairness=fairness(ttfts_s=(0.1, 0.31, None), low_tokens=5),
     )
-    assert [line.split(":")[0] for line in bad.not_held] == ["speedup", "prefix", "siblings", "fairness"]
+    assert [line.split(":")[0] for line in bad.not_held] == ["speedup", "prefix", "siblings", "fairness", "fairness"]
     assert "3 copies" in bad.not_held[1]
-    assert "never began" in bad.not_held[3]
+    assert "is 1.00, 3.10, unknown times that of an idle server, and should be at most 3 times" in bad.not_held[3]
+    assert "LOW had 0.5% of all tokens under endless HIGH, and LOW should have at least 11.2%" in bad.not_held[4]
 
 
 def test_a_cache_that_is_off_is_found_out(tiny_model: Path) -> None:
@@ -162,7 +157,7 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: BenchReport) -> None:
     plans: list[StepPlan] = []
     llm.engine.on_plan = plans.append
     try:
-        run_bench(llm, replace(SMALL, parts=("fairness",)))
+        run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1, head_tokens=64))
         assert llm.engine.on_plan is not None
     finally:
         llm.engine.on_plan = None
@@ -176,7 +171,10 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: BenchReport) -> None:
         ({"rounds": 0}, "rounds = 0"),
         ({"output_tokens": 1}, "output_tokens = 1"),
         ({"parts": ("speed",)}, "parts: 'speed'"),
-        ({"patience_s": 0.0}, "patience_s = 0.0"),
+        ({"seconds": 0.5}, "seconds = 0.5"),
+        ({"seconds": float("nan")}, "seconds = nan"),
+        ({"seconds": 1e6}, "seconds = 1000000.0 is not a number from 1 to 3600"),
+        ({"max_seqs": 0}, "max_seqs = 0"),
     ],
 )
 def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -191,7 +189,6 @@ def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], me
         ({"prompt_tokens": 5000}, "speedup needs 5008 tokens of context, and the model has 4096"),
         ({"head_tokens": 1000}, "head_tokens = 1000 is not a multiple of"),
         ({"clients": (64,), "prompt_tokens": 200}, "num_blocks = 256 is too few"),
-        ({"num_slots": 65}, "num_slots = 65 is more than max_seqs = 64"),
     ],
 )
 def test_what_would_not_run_undisturbed_is_refused(llm: LLM, changes: dict[str, Any], message: str) -> None:
@@ -207,3 +204,84 @@ def test_an_engine_with_other_work_is_refused(llm: LLM) -> None:
             run_bench(llm, SMALL)
     finally:
         llm.engine.cancel(request_id)
+
+
+# Fairness: the arithmetic. What is measured, and that it is: tests/cli/test_bench_fairness.py
+
+
+def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: float = 1.0) -> Sample:
+    return Sample(begun_s, ttft_s, num_tokens, decode_s)
+
+
+def fairness(
+    *, ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3), low_tokens: int = 150, high_tokens: int = 1000
+) -> FairnessReport:
+    """Idle requests take 100 ms; in window i of 15 s, one takes `ttfts_s[i]`, or there is none."""
+    high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
+    return fairness_report(
+        4,
+        [sample(0.1)] * 20,
+        BacklogSamples(seconds=45.0, num_low=8, high=high, low_tokens_per_s=100.0, client_cpu=0.01),
+        SaturatedSamples(seconds=22.5, num_each=8, high_tokens=high_tokens, low_tokens=low_tokens, client_cpu=0.01),
+    )
+
+
+def test_latency_is_by_nearest_rank() -> None:
+    found = latency([sample(number / 1000) for number in range(20, 0, -1)])
+    assert (found.requests, found.ttft_ms_p50, found.ttft_ms_p95, found.ttft_ms_max) == (20, 10.0, 19.0, 20.0)
+    assert found.decode_tokens_per_s == 10.0  # the first of 11 tokens is not decoded in that second
+
+
+def test_decode_speed_is_the_median_of_requests_that_decoded() -> None:
+    given = [
+        sample(1, num_tokens=1),
+        sample(1, num_tokens=0, decode_s=0),
+        sample(1, num_tokens=5),
+        sample(1, decode_s=5),
+    ]
+    assert latency(given).decode_tokens_per_s == 3.0  # of 4 and 2
+    assert latency([sample(1, num_tokens=1)]).decode_tokens_per_s is None
+
+
+def test_of_no_requests_nothing_is_known() -> None:
+    found = latency([])
+    assert found.requests == 0
+    assert found.ttft_ms_p50 is found.ttft_ms_p95 is found.ttft_ms_max is found.decode_tokens_per_s is None
+
+
+def test_a_request_belongs_to_the_window_it_began_in() -> None:
+    begun_s = (0.0, 14.9, 15.0, 30.0, 44.9, 45.1)
+    found = windows([sample(0.2, at_s) for at_s in begun_s], 45.0, latency([sample(0.1)]))
+    assert [(one.begin_s, one.end_s, one.latency.requests) for one in found] == [(0, 15, 2), (15, 30, 1), (30, 45, 3)]
+    assert [one.ttft_ratio for one in found] == [2.0, 2.0, 2.0]
+
+
+def test_both_promises_are_needed() -> None:
+    assert fairness().is_held
+    assert fairness(ttfts_s=(0.1, 0.1, 0.3)).is_held  # 3 times is allowed
+    assert not fairness(ttfts_s=(0.1, 0.1, 0.31)).is_held  # "at every moment": the last window counts
+    assert not fairness(ttfts_s=(0.1, None, 0.1)).is_held  # nothing began for 15 seconds
+    assert not fairness(low_tokens=100).is_held  # 9.1 % of all
+    assert not fairness(low_tokens=0, high_tokens=0).is_held
+
+
+def test_the_share_is_of_all_tokens_and_the_bar_is_nine_tenths_of_the_guarantee() -> None:
+    found = fairness(low_tokens=250, high_tokens=750)
+    assert (found.saturated.low_share, found.saturated.guaranteed_share) == (0.25, 0.125)
+    assert found.min_low_share == pytest.approx(0.1125)
+    assert fairness(low_tokens=0, high_tokens=0).saturated.low_share is None
+
+
+def test_decoding_beside_low_is_compared_with_decoding_alone() -> None:
+    slow = BacklogSamples(45.0, 8, (sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0)), 100.0, 0.01)
+    found = fairness_report(4, [sample(0.1)], slow, SaturatedSamples(22.5, 8, 7, 1, 0.01))
+    assert found.backlog.latency.decode_tokens_per_s == pytest.approx(3.75)
+    assert found.backlog.decode_ratio == pytest.approx(0.375)
+
+
+def test_the_backlog_outlasts_the_phase() -> None:
+    config = BenchConfig(seconds=30.0, max_seqs=4, output_tokens=64)
+    assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
+    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # twice the slots, at least
+    assert backlog_size(replace(config, max_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
+    assert backlog_size(replace(config, max_seqs=4000), []) == 8000

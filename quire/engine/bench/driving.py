@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.bench.report import (
+    HIGH_ANSWER,
+    HIGH_PROMPT,
     LIVE_TOKENS,
+    NUM_IDLE,
     SENTENCES,
-    SHORT_ANSWER,
     SHORT_PROMPT,
     BenchConfig,
     Measurement,
@@ -169,8 +171,8 @@ class Bench:
         self._num_done = 0
         self._expected_s: float | None = None
         per_round = len(self.threads.choices) + 2 * len(config.batches)
-        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1, "fairness": 2}
-        self._num_stages = len(self.threads.choices) + sum(sizes[part] for part in config.parts)
+        sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1}
+        self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
 
     def tell(self, what: str) -> None:
         """Something begins."""
@@ -229,10 +231,9 @@ def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> floa
     per_round = (num_choices + len(config.batches)) * one.wall_s
     for clients in config.batches:
         per_round += clients * config.prompt_tokens * prefill_s + config.output_tokens * step_s * max(1, clients / 3)
-    num_fair = 8 * config.num_slots  # requests, in both parts
     spent = {
         "speedup": config.rounds * per_round,
         "prefix": (config.rounds + 1) * (config.head_tokens * prefill_s + 2 * LIVE_TOKENS * step_s),
-        "fairness": 2 * config.patience_s + num_fair * (SHORT_PROMPT * prefill_s + SHORT_ANSWER * step_s / 2),
+        "fairness": 1.7 * config.seconds + NUM_IDLE * (HIGH_PROMPT * prefill_s + HIGH_ANSWER * step_s),
     }
     return sum(spent[part] for part in config.parts)

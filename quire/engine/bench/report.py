@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quire.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    pass
-
 
 PARTS = ("speedup", "prefix", "fairness")
 TAIL_TOKENS = 16  # what each prompt of the prefix demonstration has of its own
 LIVE_TOKENS = 32  # answered by the first request while the second one arrives
-SHORT_PROMPT, SHORT_ANSWER = 24, 16  # of the fairness demonstration
-NUM_STREAM_LOW = 2
-STREAM_LIMIT_S = 60.0  # and five windows: who has not begun by then starves
+SHORT_PROMPT = 24  # of the warm-up
+NUM_IDLE = 20  # HIGH requests on the idle server of the fairness part
+HIGH_PROMPT, HIGH_ANSWER = 40, 32  # tokens of a HIGH request there
+MAX_SECONDS = 3600.0
 SENTENCES = (
     "The harbour was quiet when the last ferry came in, and the lamps along the quay went out one by one.",
     "A good proof leaves nothing to memory: every step follows from the one before it, or from something well known.",
@@ -47,8 +43,8 @@ class BenchConfig:
     output_tokens: int = 64
     head_tokens: int = 1024  # what the prompts of the prefix demonstration have in common
     num_siblings: int = 8
-    num_slots: int = 4  # of the fairness demonstration
-    patience_s: float = 2.0
+    seconds: float = 45.0  # of HIGH beside a LOW backlog; half of it with both tiers saturated
+    max_seqs: int = 16  # requests in one step of the server whose fairness is measured
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,7 +52,7 @@ class BenchConfig:
             if part not in PARTS:
                 raise InvalidRequest(f"parts: {part!r} is not one of {', '.join(PARTS)}")
         lows = {"rounds": 1, "prompt_tokens": 1, "output_tokens": 2, "head_tokens": 1, "num_siblings": 2}
-        for name, low in (*lows.items(), ("num_slots", 1)):
+        for name, low in (*lows.items(), ("max_seqs", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
@@ -65,8 +61,8 @@ class BenchConfig:
                 raise InvalidRequest(f"clients = {number!r} is not a whole number of at least 1")
         if "speedup" in self.parts and not self.batches:
             raise InvalidRequest(f"clients = {self.clients!r} has no number above 1: one at a time is the baseline")
-        if not 0 < self.patience_s <= 60:
-            raise InvalidRequest(f"patience_s = {self.patience_s!r} is not above 0 and at most 60")
+        if type(self.seconds) not in (int, float) or not 1 <= self.seconds <= MAX_SECONDS:
+            raise InvalidRequest(f"seconds = {self.seconds!r} is not a number from 1 to {MAX_SECONDS:g}")
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -161,45 +157,60 @@ class PrefixReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class Latency:
+    """HIGH requests as their client saw them, over HTTP. None: there were none."""
+
     requests: int
-    wait_s_p50: float
-    wait_s_max: float
-    ttft_s_p50: float
-    ttft_s_max: float
+    ttft_ms_p50: float | None
+    ttft_ms_p95: float | None
+    ttft_ms_max: float | None
+    decode_tokens_per_s: float | None  # of one request, after its first token; median of the requests
 
 
 @dataclass(frozen=True, slots=True)
-class FloodReport:
-    """HIGH requests come while LOW ones fill all slots and the queue."""
+class Window:
+    """HIGH requests that began in one part of the backlog phase."""
 
-    num_low_waiting: int
-    num_high: int
-    num_overtakes: int  # pairs in which a HIGH had its first token before a LOW that was waiting when it came
-    num_out_of_order: int  # pairs in which it should have, by the policy, and had not
-    num_preemptions: int
-    tiers: dict[str, Tier]
+    begin_s: float
+    end_s: float
+    latency: Latency
+    ttft_ratio: float | None  # p95 of this window / p95 on the idle server; None: nothing to compare
 
 
 @dataclass(frozen=True, slots=True)
-class StreamReport:
-    """LOW requests wait while HIGH ones keep coming, more than there are slots for."""
+class BacklogReport:
+    """HIGH requests, one at a time, while LOW requests never run out."""
 
-    num_high: int
-    num_high_ahead: int  # that began before the last LOW did
-    low_wait_s: float | None  # the longest; None: one never began
-    first_late_high_s: float | None  # when the first HIGH began that came after the window; counted as low_wait_s
-    num_late_overtakes: int  # of a LOW by a HIGH that came later than the bound after it
-    tiers: dict[str, Tier]
+    seconds: float
+    num_low: int  # LOW requests outstanding, at least
+    windows: tuple[Window, ...]
+    latency: Latency  # of all windows
+    decode_ratio: float | None  # HIGH decode speed / the speed on the idle server
+    low_tokens_per_s: float  # received by LOW clients meanwhile, prompts included
+    client_cpu: float  # CPU time of the client, which shares the machine with the server, in cores
+
+
+@dataclass(frozen=True, slots=True)
+class SaturatedReport:
+    """Both tiers always have requests waiting. Tokens are counted where they arrive, prompts with their first token."""
+
+    seconds: float
+    num_each: int  # requests outstanding in each tier, at least
+    high_tokens: int
+    low_tokens: int
+    low_share: float | None  # of all tokens; None: there were none
+    guaranteed_share: float
+    client_cpu: float
 
 
 @dataclass(frozen=True, slots=True)
 class FairnessReport:
-    num_slots: int
-    patience_s: float
-    bound_s: float  # a HIGH that comes later than this after a LOW does not pass it
-    flood: FloodReport
-    stream: StreamReport
+    max_seqs: int
+    idle: Latency
+    backlog: BacklogReport
+    saturated: SaturatedReport
+    max_ttft_ratio: float  # the promise: no window is above it
+    min_low_share: float  # the promise, less what a short measurement may miss
     is_held: bool
 
 
@@ -246,12 +257,22 @@ def _problems(report: BenchReport) -> Iterator[str]:
         one = prefix.siblings
         wanted = f"{one.num_requests} with one prompt of {one.prompt_tokens}"
         yield f"siblings: {wanted} computed {one.prefill_tokens} tokens, and should compute it once"
-    if (fair := report.fairness) is not None and not fair.is_held:
-        never = " and some LOW never began" if fair.stream.low_wait_s is None else ""
+    if report.fairness is not None and not report.fairness.is_held:
+        yield from _unfair(report.fairness)
+
+
+def _unfair(fair: FairnessReport) -> Iterator[str]:
+    ratios = [window.ttft_ratio for window in fair.backlog.windows]
+    if any(ratio is None or ratio > fair.max_ttft_ratio for ratio in ratios):
+        found = ", ".join("unknown" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         yield (
-            f"fairness: {fair.flood.num_overtakes} overtakes of a LOW, {fair.flood.num_out_of_order} missing,"
-            f" {fair.stream.num_late_overtakes} HIGH later than {fair.bound_s:g} s before a LOW{never}"
+            f"fairness: HIGH TTFT p95 beside a LOW backlog, window by window, is {found} times that of an idle server,"
+            f" and should be at most {fair.max_ttft_ratio:g} times"
         )
+    share = fair.saturated.low_share
+    if share is None or share < fair.min_low_share:
+        found = "no tokens at all were made" if share is None else f"LOW had {share:.1%} of all tokens"
+        yield f"fairness: {found} under endless HIGH, and LOW should have at least {fair.min_low_share:.1%}"
 
 
 @dataclass(frozen=True, slots=True)

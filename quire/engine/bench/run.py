@@ -1,4 +1,4 @@
-"""The whole benchmark of a loaded model, part by part."""
+"""The parts of the benchmark that drive a loaded model in this process: all but fairness."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.engine.bench.driving import Bench
-from quire.engine.bench.fairness import measure_fairness
 from quire.engine.bench.prefix import measure_prefix
 from quire.engine.bench.report import (
     LIVE_TOKENS,
-    SHORT_ANSWER,
-    SHORT_PROMPT,
     TAIL_TOKENS,
     BenchConfig,
     BenchReport,
@@ -27,16 +24,18 @@ if TYPE_CHECKING:
 
 
 def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
-    """Measure a loaded model that has nothing else to do. Leaves its prefix cache empty."""
+    """Measure a loaded model that has nothing else to do. Leaves its prefix cache empty.
+
+    Fairness is measured on a server, by `quire/cli/bench_fairness.py`: the report has none yet.
+    """
     _check_fits(llm.engine, config)
     begun_s = time.perf_counter()
     bench = Bench(llm, config, progress)
     bench.warm_up()
     speedup = measure_speedup(bench) if "speedup" in config.parts else None
     prefix = measure_prefix(bench) if "prefix" in config.parts else None
-    fairness = measure_fairness(bench) if "fairness" in config.parts else None
     llm.engine.scheduler.cache.clear()
-    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, fairness)
+    return BenchReport(_setup(llm), config, time.perf_counter() - begun_s, speedup, prefix, None)
 
 
 def _check_fits(engine: Engine, config: BenchConfig) -> None:
@@ -44,15 +43,15 @@ def _check_fits(engine: Engine, config: BenchConfig) -> None:
     capacity, max_context = engine.capacity, engine.scheduler.max_context
     if engine.has_work:
         raise InvalidRequest("engine: it has requests of its own; a benchmark needs it alone")
-    longest = {"speedup": config.prompt_tokens + config.output_tokens, "fairness": SHORT_PROMPT + SHORT_ANSWER}
-    longest["prefix"] = config.head_tokens + TAIL_TOKENS + LIVE_TOKENS
-    for part in config.parts:
-        if longest[part] > max_context:
-            raise InvalidRequest(f"{part} needs {longest[part]} tokens of context, and the model has {max_context}")
+    longest = {
+        "speedup": config.prompt_tokens + config.output_tokens,
+        "prefix": config.head_tokens + TAIL_TOKENS + LIVE_TOKENS,
+    }
+    for part, num_tokens in longest.items():
+        if part in config.parts and num_tokens > max_context:
+            raise InvalidRequest(f"{part} needs {num_tokens} tokens of context, and the model has {max_context}")
     if config.head_tokens % capacity.block_size:
         raise InvalidRequest(f"head_tokens = {config.head_tokens} is not a multiple of {capacity.block_size = }")
-    if config.num_slots > capacity.max_seqs:
-        raise InvalidRequest(f"num_slots = {config.num_slots} is more than max_seqs = {capacity.max_seqs}")
     most = max(config.batches, default=1) if "speedup" in config.parts else 1
     if most > capacity.max_seqs:
         raise InvalidRequest(f"clients = {most} is more than max_seqs = {capacity.max_seqs}")

@@ -1,0 +1,243 @@
+"""The fairness part of `quire bench`, over HTTP on a `quire serve` process of its own.
+
+1. Idle: HIGH requests, one at a time, on a server that has nothing else to do.
+2. Backlog: the same, while LOW requests never run out. Shows what LOW work costs HIGH requests, early and late.
+3. Saturated: requests of neither tier run out. Shows whether LOW has its guaranteed share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from quire.cli.bench_load import MAX_PROMPTS, Asker, Load, News, Shape, Stream
+from quire.cli.bench_server import ServerProcess, serving
+from quire.cli.remote import PATIENT, Server, ServerError
+from quire.core.request import Priority
+from quire.engine.bench.fairness import (
+    MAX_BACKLOG,
+    BacklogSamples,
+    Sample,
+    SaturatedSamples,
+    backlog_size,
+    fairness_report,
+)
+from quire.engine.bench.report import (
+    HIGH_ANSWER,
+    HIGH_PROMPT,
+    NUM_IDLE,
+    SENTENCES,
+    BenchConfig,
+    FairnessReport,
+    Progress,
+    Setup,
+    Stage,
+)
+from quire.errors import InvalidRequest
+
+HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)
+NUM_WARM_UP = 3
+MAX_PAUSE_S = 0.2  # between two HIGH requests: they come at any point of a step
+GRACE_S = 30.0  # for a HIGH request that is under way when its phase ends
+SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all begin at once
+POLL_S = 0.05
+PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
+_FLAGS = {"max_seqs": "--max-num-seqs", "num_threads": "--threads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    setup: Setup
+    report: FairnessReport
+
+
+def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any], progress: Progress) -> Fairness:
+    """Start a server of this model with these settings of an engine, measure it, and stop it."""
+
+    def tell(phase: int) -> None:
+        expected_s = None if phase == 0 else 1.7 * config.seconds + NUM_IDLE
+        progress(Stage(f"fairness: {PHASES[phase]}", phase, len(PHASES), expected_s))
+
+    tell(0)
+    with serving(model, _options(config, settings)) as process:
+        visit = _Visit(process, config)
+        tell(1)
+        visit.high_requests(is_over=lambda number, _: number >= NUM_WARM_UP)
+        idle = visit.high_requests(is_over=lambda number, _: number >= NUM_IDLE)
+        tell(2)
+        backlog = visit.backlog(backlog_size(config, idle))
+        tell(3)
+        saturated = visit.saturated()
+    return Fairness(visit.setup, fairness_report(config.max_seqs, idle, backlog, saturated))
+
+
+def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
+    """Of `quire serve`. Nothing that this part sends may be refused or given up for having waited."""
+    found = {**settings, "max_seqs": config.max_seqs}
+    options: list[str] = []
+    for name, value in found.items():
+        if value is not None:
+            options += [_FLAGS.get(name, f"--{name.replace('_', '-')}"), str(value)]
+    most = 2 * max(MAX_BACKLOG, 4 * config.max_seqs)
+    most_tokens = most * max(config.prompt_tokens, HIGH_PROMPT)
+    options += ["--max-queue", str(most), "--max-queued-tokens", str(most_tokens)]
+    longest_s = 10 * config.seconds + 600
+    return [*options, "--queue-timeout", f"{longest_s:.0f}", "--drain", "1", "--log-level", "warning"]
+
+
+class _Visit:
+    """A server that is measured."""
+
+    def __init__(self, process: ServerProcess, config: BenchConfig) -> None:
+        self._config = config
+        self._server = Server(process.url, None, PATIENT)
+        self._server.wait_until_ready()
+        version = self._server.get("/version")
+        tokens = self._ask("/tokenize", {"prompt": " ".join(SENTENCES)})
+        try:
+            scheduling = version["scheduling"]
+            self.setup = Setup(
+                model=version["model"],
+                backend=version["backend"],
+                device=version["device"],
+                dtype=version["dtype"],
+                num_threads=process.num_threads,
+                block_size=scheduling["block_size"],
+                num_blocks=scheduling["num_blocks"],
+                max_seqs=scheduling["max_seqs"],
+                max_step_tokens=scheduling["max_step_tokens"],
+            )
+            max_context = scheduling["max_context"]
+            token_ids = tokens["tokens"]
+        except (KeyError, TypeError):
+            raise self._server.misspoke("no version or no tokens, but", (version, tokens)) from None
+        self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
+        longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
+        if longest > max_context:
+            raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_context}")
+        self._asker = Asker(self._server, self.setup.model, token_ids, config.seed)
+        self._random = Random(config.seed)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        with self._server.open("POST", path, body) as response:
+            return self._server.parse(response.read())
+
+    def high_requests(
+        self,
+        is_over: Callable[[int, float], bool],
+        limit_s: float | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[Sample, ...]:
+        """One after the other, with pauses of random length. `is_over`: by their number and the time since the begin.
+
+        `limit_s`: since the begin, too; then a request that is under way is given up.
+        """
+        begun_s = time.perf_counter()
+        samples: list[Sample] = []
+        while not is_over(len(samples), time.perf_counter() - begun_s):
+            left_s = None if limit_s is None else begun_s + limit_s - time.perf_counter()
+            samples.append(self._high_request(begun_s, left_s))
+            check()
+            time.sleep(self._random.uniform(0, MAX_PAUSE_S))
+        return tuple(samples)
+
+    def _high_request(self, phase_s: float, left_s: float | None) -> Sample:
+        stream = Stream(self._asker, self._asker.body(Priority.HIGH, HIGH_SHAPE))
+        times_s: list[float] = []
+
+        def take(news: News) -> None:
+            times_s.extend([time.perf_counter()] * news.num_tokens)
+
+        timer = None if left_s is None else threading.Timer(max(0.0, left_s), stream.cut)
+        if timer is not None:
+            timer.start()
+        begun_s = time.perf_counter()
+        try:
+            stream.read(take)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        first_s = times_s[0] if times_s else time.perf_counter()
+        decode_s = times_s[-1] - first_s if times_s else 0.0
+        return Sample(begun_s - phase_s, first_s - begun_s, len(times_s), decode_s)
+
+    def backlog(self, num_low: int) -> BacklogSamples:
+        config = self._config
+        low = Load(self._asker, Priority.LOW, self._low_shape, num_low)
+        with _running(low):
+            self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
+            clock, before = _Clock(), low.num_tokens
+            high = self.high_requests(
+                is_over=lambda _, passed_s: passed_s >= config.seconds,
+                limit_s=config.seconds + GRACE_S,
+                check=low.check,
+            )
+            low_tokens, passed_s, client_cpu = low.num_tokens - before, clock.passed_s, clock.cpu
+        self._wait_for(lambda num_requests: num_requests == 0)
+        return BacklogSamples(config.seconds, num_low, high, low_tokens / passed_s, client_cpu)
+
+    def saturated(self) -> SaturatedSamples:
+        num_each, seconds = 2 * self._config.max_seqs, self._config.seconds / 2
+        high, low = (Load(self._asker, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
+        with _running(high, low):
+            self._sleep(seconds * SETTLE_SHARE, high, low)
+            clock, before = _Clock(), (high.num_tokens, low.num_tokens)
+            self._sleep(seconds, high, low)
+            high_tokens, low_tokens = high.num_tokens - before[0], low.num_tokens - before[1]
+            passed_s, client_cpu = clock.passed_s, clock.cpu
+        return SaturatedSamples(passed_s, num_each, high_tokens, low_tokens, client_cpu)
+
+    def _sleep(self, seconds: float, *loads: Load) -> None:
+        end_s = time.perf_counter() + seconds
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(min(left_s, 1.0))
+            for load in loads:
+                load.check()
+
+    def _wait_for(self, is_reached: Callable[[int], bool], check: Callable[[], None] = lambda: None) -> None:
+        """Until the server has that many requests: a backlog has arrived, or those that were cut are gone."""
+        give_up_s = time.perf_counter() + GRACE_S
+        while True:
+            stats = self._server.get("/v1/cache/stats")
+            num_requests = stats["num_running"] + stats["num_waiting"]
+            if is_reached(num_requests):
+                return
+            if time.perf_counter() > give_up_s:
+                raise ServerError(f"{self._server.url} has {num_requests} requests, and still not as many as were sent")
+            check()
+            time.sleep(POLL_S)
+
+
+class _Clock:
+    """Time since it was made, and CPU time of this process: the client's."""
+
+    def __init__(self) -> None:
+        self._wall_s = time.perf_counter()
+        self._cpu_s = time.process_time()
+
+    @property
+    def passed_s(self) -> float:
+        return time.perf_counter() - self._wall_s
+
+    @property
+    def cpu(self) -> float:
+        """In cores: 1.0 is one core, all the time."""
+        return (time.process_time() - self._cpu_s) / self.passed_s
+
+
+@contextmanager
+def _running(*loads: Load) -> Iterator[None]:
+    try:
+        for load in loads:
+            load.start()
+        yield
+        for load in loads:
+            load.check()
+    finally:
+        for load in loads:
+            load.stop()

@@ -1,0 +1,116 @@
+"""A `quire serve` process for `quire bench`: on a free port of this machine, and stopped however the bench ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from types import FrameType
+from typing import IO
+
+from quire.cli.remote import ServerError, plain
+from quire.errors import MissingExtra, QuireError
+
+STOP_S = 10.0  # after SIGTERM; then it is killed
+NUM_TAIL_LINES = 10
+KEPT_VARIABLES = ("QUIRE_CACHE",)  # where models are; the other variables would be options of the server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    pid: int
+    url: str
+    num_threads: int
+
+
+def check_installed() -> None:
+    """Refuse before anything is measured: `quire bench` runs without the server's libraries, but for this part."""
+    try:
+        import quire.server.run  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("quire"):
+            raise
+        raise MissingExtra.of("the server of the fairness part", error.name) from error
+
+
+@contextmanager
+def serving(model: str, options: Sequence[str]) -> Iterator[ServerProcess]:
+    """Start a server and wait until it is ready. The last lines of its log are added to errors."""
+    command = [sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name in KEPT_VARIABLES
+    }
+    with TemporaryFile("a+", encoding="utf-8", errors="replace") as log, _terminable():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            encoding="utf-8",
+            errors="replace",
+            env=variables,
+        )
+        try:
+            yield _wait_ready(process)
+        except QuireError as error:
+            if not (tail := _tail(log)):
+                raise
+            raise type(error)(f"{error}. The end of its log:\n{tail}") from error
+        finally:
+            _stop(process)
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
+    """Read its announcement. It has no time limit: a large model may load for minutes."""
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        url, threads = re.search(r" at (http://\S+)", text), re.search(r"(\d+) threads$", text, re.MULTILINE)
+        if url is not None and threads is not None:
+            return ServerProcess(process.pid, url[1], int(threads[1]))
+    raise ServerError(f"`quire serve` did not start: it ended with exit code {process.wait()}")
+
+
+def _tail(log: IO[str]) -> str:
+    log.seek(0)
+    return "\n".join(f"  {plain(line.rstrip())}" for line in log.readlines()[-NUM_TAIL_LINES:])
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Its worker process ends with it."""
+    try:
+        process.terminate()
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also if somebody presses Ctrl-C once more
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM raise, as Ctrl-C does, so that the server does not outlive the bench."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise SystemExit(128 + number)
