@@ -135,7 +135,9 @@ class Admission:
                 and running.request_id not in step.admitted
             ]
             has_slot = self._running.num_free_slots > num_kept
-            if not victims and (step.budget < 1 or not has_slot):
+            if not victims and step.budget < 1:
+                return False
+            if not has_slot and not any(self._may_lose_slot(victim) for victim in victims):
                 return False
             hit = self._find_hit(request, step)
             hit, missing = self._find_room(request, hit, num_kept)
@@ -155,6 +157,11 @@ class Admission:
                 self._cache.pins.yield_oldest()
             for victim in way.victims:
                 self.preempt(step, victim, request)
+
+    def _may_lose_slot(self, victim: Request) -> bool:
+        """Whether its tier holds more slots than it keeps."""
+        num_kept = self._policy.num_slots_kept(victim.priority, self._running.max_seqs)
+        return self._running.counts[victim.priority] > num_kept
 
     def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:
         return self._policy.may_preempt(request, running, step.now_ns)
@@ -204,8 +211,9 @@ class Admission:
             return sum(holders[block] == blocks[block].ref_count and block not in kept for block in block_ids)
 
         chosen: list[Request] = []
-        candidates = iter(reversed(victims))
-        if not has_slot and (last := next(candidates, None)) is not None:
+        candidates = victims[::-1]
+        if not has_slot and (last := next(filter(self._may_lose_slot, candidates), None)) is not None:
+            candidates.remove(last)
             chosen.append(last)  # someone has to leave a slot; perhaps that is enough
             missing -= count_freed(last.block_table) + 1  # and the block it need not be left
         num_pins = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE, FairLedger, Ledger, OpenLedger
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE, UNITS, FairLedger, Ledger, OpenLedger
 from quire.core.request import Priority, Request, RequestState
 from quire.core.tenants import TenantLane
 from quire.core.waiting import ArrivalLane, Lane
@@ -36,6 +36,9 @@ class Policy(Protocol):
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         """Whether a waiting request may take the slot and the blocks of a running one."""
+
+    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:
+        """How many slots a tier keeps when a request of a higher tier waits for one."""
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         """Whether a waiting request waits for a prefix that this running one is computing."""
@@ -65,6 +68,11 @@ class Fair:
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
+
+    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:
+        """Its share of them. Otherwise each request that was admitted because its tier was owed would be preempted as
+        soon as its prompt had used up the credit, and most of the share would go into computing tails again."""
+        return self._ledger.shares.get(priority, 0) * max_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         return running.priority <= waiting.priority
@@ -107,6 +115,9 @@ class Aging:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
+    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:  # noqa: ARG002
+        return 0
+
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         return (self.key(running), running.sequence) < (self.key(waiting), waiting.sequence)
 
@@ -133,6 +144,9 @@ class Fcfs:
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return False
+
+    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:  # noqa: ARG002
+        return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         return (running.arrived_ns, running.sequence) < (waiting.arrived_ns, waiting.sequence)

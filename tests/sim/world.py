@@ -756,13 +756,18 @@ class World:
         num_reserved = len(scheduler.running) - len(plan.slices)  # every running request has a token set aside
         is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_step_tokens
         num_kept = min(scheduler.waiting.num_prefix_waiters(Priority.HIGH), self.setup.max_seqs // 2)
-        has_slot = bool(victims) or scheduler.running.num_free_slots > num_kept
+        shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
+        held = scheduler.running.counts
+        may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_seqs)]
+        has_slot = bool(may_lose) or scheduler.running.num_free_slots > num_kept
         num_needed = -(-len(request.tokens) // self.setup.block_size)
         num_steps = len(request.tokens) // self.setup.max_chunk_tokens
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
         cache = scheduler.cache
-        held = sum(len(victim.block_table) for victim in victims) + cache.pins.num_blocks
-        has_memory = cache.pool.num_free + held >= num_needed + spare + held // 2  # what victims share frees nothing
+        num_held = sum(len(victim.block_table) for victim in victims) + cache.pins.num_blocks
+        has_memory = (
+            cache.pool.num_free + num_held >= num_needed + spare + num_held // 2
+        )  # what victims share frees nothing
         is_wronged = has_slot and has_memory and not is_budget_used and not self._has_preempted
         self.counts["HIGH waits"] += 1
         if is_wronged:
