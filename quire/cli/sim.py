@@ -33,6 +33,14 @@ DEFAULT_BLOCKS = (512, 4096)
 MAX_BLOCKS = 10_000_000  # the simulator holds an object for each
 PLOT_SUFFIXES = (".png", ".svg")
 
+Patience = Annotated[
+    float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging ({PATIENCE_S:g}).")
+]
+NormalShare = Annotated[
+    float | None, typer.Option(help=f"Share of tokens guaranteed to NORMAL, under fair ({NORMAL_SHARE:g}).")
+]
+LowShare = Annotated[float | None, typer.Option(help=f"Share of tokens guaranteed to LOW, under fair ({LOW_SHARE:g}).")]
+
 
 def sim(
     trace: Annotated[
@@ -64,15 +72,9 @@ def sim(
         int, typer.Option(help="Most prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
     max_waiting: Annotated[int, typer.Option(help="Longest queue; more is refused.")] = _DEFAULT.max_waiting,
-    patience: Annotated[
-        float | None, typer.Option(help=f"Seconds of waiting worth one tier, under aging ({PATIENCE_S:g}).")
-    ] = None,
-    normal_share: Annotated[
-        float | None, typer.Option(help=f"Share of tokens guaranteed to NORMAL, under fair ({NORMAL_SHARE:g}).")
-    ] = None,
-    low_share: Annotated[
-        float | None, typer.Option(help=f"Share of tokens guaranteed to LOW, under fair ({LOW_SHARE:g}).")
-    ] = None,
+    patience: Patience = None,
+    normal_share: NormalShare = None,
+    low_share: LowShare = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Prefix reuse.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file, to edit and rerun.")] = None,
@@ -97,18 +99,26 @@ def sim(
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
     todo = _trace(trace, {name: value for name, value in synthetic.items() if value is not None})
     if save_trace is not None:
-        save_trace.write_text("".join(f"{request.as_line()}\n" for request in todo), encoding="utf-8")
-        typer.echo(f"Wrote {save_trace}", err=True)
+        _save(todo, save_trace)
     reports = _run_all(todo, configs, device)
     if as_json:
         typer.echo(json.dumps(_document(trace, todo, machine, device, reports), indent=2))
     else:
         _print_table(todo, machine, device, reports)
     if plot is not None:
-        from quire.cli.sim_plot import draw
+        _draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
 
-        draw(reports, f"{len(todo):,} requests of {trace or 'a synthetic trace'} on {machine}", plot)
-        typer.echo(f"Wrote {plot}", err=True)
+
+def _save(trace: Sequence[TraceRequest], path: Path) -> None:
+    path.write_text("".join(f"{request.as_line()}\n" for request in trace), encoding="utf-8")
+    typer.echo(f"Wrote {path}", err=True)
+
+
+def _draw(reports: Sequence[SimReport], title: str, plot: Path) -> None:
+    from quire.cli.sim_plot import draw
+
+    draw(reports, title, plot)
+    typer.echo(f"Wrote {plot}", err=True)
 
 
 # What was asked for

@@ -93,7 +93,10 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["--policy", "lifo"], "--policy = 'lifo' is not one of aging, fcfs"),
+        (["--policy", "lifo"], "--policy = 'lifo' is not one of fair, aging, fcfs"),
+        (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
+        (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
+        (["--low-share", "0.2", "--policy", "fcfs"], "--low-share means something only under --policy fair"),
         (["--blocks", "1"], "--blocks 1 is not from 2"),
         (["--blocks", "1000000000"], "--blocks 1000000000 is not from 2 to 10000000"),
         (["--block-size", "33"], "--block-size = 33 is not a power of two"),

@@ -288,9 +288,7 @@ def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
 def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
-        async with client(
-            tiny_model, backend="fake", max_seqs=1, device="5ms", on_step=steps.append, patience_s=10.0
-        ) as engine:
+        async with client(tiny_model, backend="fake", max_seqs=1, device="5ms", on_step=steps.append) as engine:
             low = await engine.submit(request(engine, max_tokens=60, priority=Priority.LOW))
             await until(lambda: bool(low.take()))
             waited_s = low.queued_s

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.request import Priority
-from quire.engine.simulate import MACHINES, Outcome, SimConfig, StepTime, percentile, simulate
+from quire.engine.scenarios import SCENARIOS
+from quire.engine.simulate import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate
 from quire.engine.trace import TraceRequest, synthesize
 from quire.errors import InvalidRequest
 
@@ -53,6 +56,36 @@ def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
     assert waits[0] == 0.5
     assert waits[1] is not None
     assert waits[1] > 15
+
+
+def p95_ttft_s(report: SimReport, priority: Priority, tenant: str = "") -> float:
+    found = percentile([one.ttft_s for one in report.tier(priority) if one.tenant == tenant and one.ttft_s], 0.95)
+    assert found is not None
+    return found
+
+
+def test_a_low_backlog_does_not_delay_high_under_fair() -> None:
+    """On the step times of a CPU. HIGH alone on that machine has its first token after 0.3 s at most."""
+    machine = MACHINES["cpu-smollm2-135m"]
+    trace = SCENARIOS["backlog"](150, 5.0, 1)
+    config = SimConfig(num_blocks=4096, has_costly_rows=machine.has_costly_rows)
+    fair, aging = (simulate(trace, replace(config, policy=name), machine.step_time) for name in ("fair", "aging"))
+    alone = simulate([one for one in trace if one.priority is Priority.HIGH], config, machine.step_time)
+    assert p95_ttft_s(fair, Priority.HIGH) < 3 * p95_ttft_s(alone, Priority.HIGH)
+    assert p95_ttft_s(aging, Priority.HIGH) > 50 * p95_ttft_s(alone, Priority.HIGH)
+    assert fair.output_tokens_per_s > 0.9 * aging.output_tokens_per_s
+
+
+def test_low_is_served_while_high_saturates_the_machine_and_tenants_share_a_tier() -> None:
+    step_time = MACHINES["h200-llama3-8b"].step_time
+    config = SimConfig(num_blocks=4096, max_seqs=16)
+    trace = SCENARIOS["saturated"](300, 40.0, 1)
+    fair, fcfs = (simulate(trace, replace(config, policy=name), step_time) for name in ("fair", "fcfs"))
+    assert p95_ttft_s(fair, Priority.LOW) < p95_ttft_s(fcfs, Priority.LOW) / 2
+    trace = SCENARIOS["tenants"](300, 40.0, 1)
+    fair, fcfs = (simulate(trace, replace(config, policy=name), step_time) for name in ("fair", "fcfs"))
+    person = (p95_ttft_s(report, Priority.NORMAL, "person") for report in (fair, fcfs))
+    assert next(person) < next(person) / 5
 
 
 def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
@@ -129,7 +162,7 @@ def test_impossible_step_times_are_refused(times: tuple[float, float, float], me
 
 
 def test_unknown_policies_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of aging, fcfs"):
+    with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of fair, aging, fcfs"):
         simulate([TraceRequest(0, 1, 1)], SimConfig(policy="lifo"), SECOND)
 
 

@@ -765,9 +765,8 @@ class World:
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
         cache = scheduler.cache
         num_held = sum(len(victim.block_table) for victim in victims) + cache.pins.num_blocks
-        has_memory = (
-            cache.pool.num_free + num_held >= num_needed + spare + num_held // 2
-        )  # what victims share frees nothing
+        num_freed = num_held // 2  # what victims share frees nothing
+        has_memory = cache.pool.num_free + num_freed >= num_needed + spare
         is_wronged = has_slot and has_memory and not is_budget_used and not self._has_preempted
         self.counts["HIGH waits"] += 1
         if is_wronged:
