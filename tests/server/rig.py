@@ -149,6 +149,10 @@ class Server:
         assert head == b"HTTP/1.1 200", head + sock.recv(65536)
         return sock
 
+    def begins(self, body: object, path: str = "/v1/chat/completions") -> bool:
+        """As `begin`, of a server that may refuse it because the machine is busy."""
+        return self.send_request(body, path).recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL) == b"HTTP/1.1 200"
+
     def wait_free(self) -> Any:
         """Until no block is held by anyone and nothing waits. Returns the last stats."""
 

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,12 +245,8 @@ def test_waiting_for_room_has_an_end(folder: Path) -> None:
     options = ("--memory", "15M", *SLOW, "--queue-timeout", "3")
     with serving(*(str(folder / name) for name in "abc"), *FAKE, *options) as server:
         assert server.post("/v1/models/load", {"model": "b"}).status == 200
-
-        def begins(name: str) -> bool:
-            return server.send_request({**LONG, "model": name}).recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 200"
-
         for name in "ab":
-            eventually(lambda name=name: begins(name), f"{name} is busy")
+            eventually(partial(server.begins, {**LONG, "model": name}), f"{name} is busy")
         answer = server.chat(model="c")
         assert (answer.status, answer.json["error"]["code"]) == (429, "server_overloaded")
         assert "c is loading: the limit of 3 s is over" in answer.json["error"]["message"]
