@@ -66,14 +66,14 @@ def is_asleep(*pids: int, window_s: float = 2.0) -> bool:
     """Whether no thread of these processes wakes up for so long. How fast anything runs does not matter."""
 
     def switches() -> list[int]:
-        return [_num_switches(pid) for pid in pids]
+        return [num_switches(pid) for pid in pids]
 
     before = switches()
     time.sleep(window_s)
     return switches() == before
 
 
-def _num_switches(pid: int) -> int:
+def num_switches(pid: int) -> int:
     """How often its threads went to sleep so far."""
     statuses = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int(number) for text in statuses for number in re.findall(r"^voluntary_ctxt\S+\s+(\d+)", text, re.M))
