@@ -200,7 +200,10 @@ def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
 
 
 def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1") as server, ExitStack() as stack:
+    with (
+        serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1", "--patience", "600") as server,
+        ExitStack() as stack,
+    ):
         stack.enter_context(running(server, priority="high"))
         for tier in ("low", "low", "normal"):
             stack.enter_context(server.send_request(body(priority=tier)))
