@@ -12,15 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-HANG_S = 300.0  # bounds a hang, and nothing else: pytest ends a test after 600 s
+from tests.waiting import HANG_S, eventually
+
 FAKE = ("--backend", "fake", "--num-blocks", "400")
 # A busy machine must not make a server refuse, cut or kill what is only slow. A test of a limit sets that one itself.
 PATIENCE = {
@@ -34,69 +33,6 @@ def close_sockets() -> None:
     """Close the sockets that a test left open, or a test that fails would also fail the next one."""
     while _opened:
         _opened.pop().close()
-
-
-def eventually(is_so: Callable[[], T], what: str, limit_s: float = HANG_S) -> T:
-    """Wait until a condition holds. Returns its value."""
-    deadline = time.monotonic() + limit_s
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, f"not in {limit_s:g} s: {what}"
-        time.sleep(0.02)
-    return found
-
-
-@contextlib.contextmanager
-def paused(*pids: int) -> Iterator[Callable[[], None]]:
-    """Stop processes. They go on when the function that this yields is called, or at the end."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-
-    def resume() -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    try:
-        yield resume
-    finally:
-        resume()
-
-
-def is_asleep(*pids: int, window_s: float = 2.0) -> bool:
-    """Whether no thread of these processes wakes up for so long. How fast anything runs does not matter."""
-
-    def switches() -> list[int]:
-        return [num_switches(pid) for pid in pids]
-
-    before = switches()
-    time.sleep(window_s)
-    return switches() == before
-
-
-def num_switches(pid: int) -> int:
-    """How often its threads went to sleep so far."""
-    statuses = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return sum(int(number) for text in statuses for number in re.findall(r"^voluntary_ctxt\S+\s+(\d+)", text, re.M))
-
-
-@contextlib.contextmanager
-def throttled(pid: int) -> Iterator[None]:
-    """Let a process run for one part of its time in sixteen, so that what it does lasts while it is looked at."""
-    is_over = threading.Event()
-
-    def throttle() -> None:
-        while not is_over.is_set():
-            with paused(pid):
-                is_over.wait(0.15)
-            is_over.wait(0.01)
-
-    thread = threading.Thread(target=throttle)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @dataclass

@@ -28,14 +28,11 @@ import pytest
 from tests.server.corpus import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.server.rig import (
     FAKE,
-    HANG_S,
     Reply,
     Server,
     ask_async,
     children,
     close_sockets,
-    eventually,
-    paused,
     put_away,
     read_reply,
     request_bytes,
@@ -43,6 +40,7 @@ from tests.server.rig import (
     spawn,
     wait_ready,
 )
+from tests.waiting import HANG_S, eventually, paused
 
 SEED = 20_261_115
 NUM_DISCONNECTS = 2_000

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.rig import FAKE, HANG_S, Server, serving
+from tests.server.rig import FAKE, Server, serving
+from tests.waiting import HANG_S
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 3000, "stream": True}

@@ -18,7 +18,8 @@ import pytest
 
 from tests.server import corpus
 from tests.server.corpus import WIRE, Hostile, Wire
-from tests.server.rig import FAKE, HANG_S, Server, events, serving, status_of
+from tests.server.rig import FAKE, Server, events, serving, status_of
+from tests.waiting import HANG_S
 
 MAX_CPU_S = 5.0  # of the server's process, for one refusal: nobody is served meanwhile
 MAX_ERROR_BYTES = 4096

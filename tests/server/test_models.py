@@ -21,19 +21,9 @@ from quire.errors import InvalidRequest
 from quire.server.config import ServeConfig
 from quire.weights.hub import size_of
 from tests.cli.runs import quire
-from tests.server.rig import (
-    FAKE,
-    HANG_S,
-    Answer,
-    Server,
-    children,
-    close_sockets,
-    command_line,
-    eventually,
-    paused,
-    serving,
-)
+from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
 from tests.tiny import write_tiny_model
+from tests.waiting import HANG_S, eventually, paused
 
 SLOW = ("--device", "20ms")  # a step: LONG takes a minute at least
 LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}

@@ -12,7 +12,8 @@ import pytest
 
 from quire.server.page import CONTENT_SECURITY_POLICY, TYPES, page_files
 from tests.server.browser import MISSING, Browser, browsing
-from tests.server.rig import FAKE, Server, eventually, put_away, serving, spawn, throttled, wait_ready
+from tests.server.rig import FAKE, Server, put_away, serving, spawn, wait_ready
+from tests.waiting import eventually, throttled
 
 KEY, OTHER = "sk-page-00000001", "sk-page-00000002"
 needs_browser = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

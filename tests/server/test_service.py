@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.rig import FAKE, Server, children, close_sockets, eventually, is_asleep, serving
+from tests.server.rig import FAKE, Server, children, close_sockets, serving
 from tests.tiny import write_tiny_model
+from tests.waiting import eventually, is_asleep
 
 KEYS = """
 keys:

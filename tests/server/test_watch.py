@@ -26,7 +26,8 @@ from quire.server.pulse import MAX_RECENT, Pulse
 from quire.server.records import RequestRecord
 from quire.server.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
 from quire.server.watch_view import BlocksAnswer, WatchedEngine, WatchSnapshot
-from tests.server.rig import FAKE, HANG_S, Server, ask_async, eventually, is_asleep, num_switches, paused, serving
+from tests.server.rig import FAKE, Server, ask_async, serving
+from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 
 ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
