@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
@@ -21,6 +23,13 @@ if not Path("/dev/nvidiactl").exists():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
+
+# A shell that runs the tests in the background tells them to ignore ^C, and their children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Examples may take as long as a busy machine needs for them.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")
