@@ -15,7 +15,7 @@ from quire import __version__
 
 def quire(*arguments: str, folder: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, check=False)
 
 
 def test_version_and_bare_call() -> None:
