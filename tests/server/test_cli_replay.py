@@ -17,7 +17,7 @@ from quire.cli.remote import PATIENT
 from quire.cli.remote import Server as RemoteServer
 from quire.engine.replay import Ending
 from quire.engine.trace import TraceRequest, text
-from tests.cli.runs import quire
+from tests.cli.runs import quire, quire_each
 from tests.server.rig import Server, serving
 from tests.test_docs import commands
 
@@ -121,31 +121,29 @@ def test_a_trace_from_the_servers_own_log(server: Server, tmp_path: Path) -> Non
     assert found["live"]["endings"]["finished"] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "a trace is needed, as an argument or with --from-log"),
-        (["t.jsonl", "--from-log", "x.log"], "only one of them"),
-        (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["bad.jsonl"], "bad.jsonl line 1: field 'output_tokens' = -1"),
-        (["t.jsonl", "--speed", "0"], "--speed = 0.0 is not from 0.001 to 1000"),
-        (["t.jsonl", "--max-requests", "0"], "--max-requests = 0 is less than 1"),
-        (["t.jsonl", "--save", "."], "--save . is a folder"),
-        (["t.jsonl", "--save-trace", "t.jsonl"], "--save-trace t.jsonl is the trace itself"),
-        (["t.jsonl", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
-        (["t.jsonl"], "QUIRE_SERVER says none: --server URL names one"),
-    ],
-)
-def test_what_cannot_be_played_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+UNPLAYABLE: list[tuple[list[str], str]] = [
+    ([], "a trace is needed, as an argument or with --from-log"),
+    (["t.jsonl", "--from-log", "x.log"], "only one of them"),
+    (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+    (["bad.jsonl"], "bad.jsonl line 1: field 'output_tokens' = -1"),
+    (["t.jsonl", "--speed", "0"], "--speed = 0.0 is not from 0.001 to 1000"),
+    (["t.jsonl", "--max-requests", "0"], "--max-requests = 0 is less than 1"),
+    (["t.jsonl", "--save", "."], "--save . is a folder"),
+    (["t.jsonl", "--save-trace", "t.jsonl"], "--save-trace t.jsonl is the trace itself"),
+    (["t.jsonl", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
+    (["t.jsonl"], "QUIRE_SERVER says none: --server URL names one"),
+]
+
+
+def test_what_cannot_be_played_is_one_line(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", line(0.0))
     write(tmp_path / "bad.jsonl", line(0.0, output=-1))
-    outcome = quire("replay", *arguments, env={"QUIRE_SERVER": "none", "QUIRE_API_KEY": ""})
-    assert (outcome.returncode, outcome.stdout) == (2, "")
-    assert message in outcome.stderr
-    assert outcome.stderr.count("\n") == 1
+    commands = [["replay", *arguments] for arguments, _ in UNPLAYABLE]
+    outcomes = quire_each(commands, folder=tmp_path, env={"QUIRE_SERVER": "none", "QUIRE_API_KEY": ""})
+    for (arguments, message), outcome in zip(UNPLAYABLE, outcomes, strict=True):
+        assert (outcome.returncode, outcome.stdout) == (2, ""), arguments
+        assert message in outcome.stderr
+        assert outcome.stderr.count("\n") == 1
 
 
 def test_a_server_that_will_not_have_us(server: Server, tmp_path: Path) -> None:
