@@ -70,6 +70,14 @@ def test_nothing_executes_what_it_reads() -> None:
                 assert node.func.id not in UNSAFE_CALLS, f"{path.name}:{node.lineno}"
 
 
+def test_no_test_measures_time() -> None:
+    """A busy machine must not fail one: `tests/waiting.py` waits for events, and CPU time may be bounded."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+                assert node.attr not in ("monotonic", "monotonic_ns", "perf_counter"), f"{path.name}:{node.lineno}"
+
+
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; sys.argv = ['quire', '--help']\n"

@@ -23,7 +23,7 @@ from tests.waiting import HANG_S
 
 MAX_CPU_S = 5.0  # of the server's process, for one refusal: nobody is served meanwhile
 MAX_ERROR_BYTES = 4096
-STREAM_TOKENS = 500
+STREAM_TOKENS = 300
 STREAM = {
     "messages": [{"role": "user", "content": "Tell me everything."}],
     "max_tokens": STREAM_TOKENS,
@@ -100,7 +100,7 @@ def sse_lines(file: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    with serving(str(tiny_model), *FAKE, "--device", "4ms") as found:
+    with serving(str(tiny_model), *FAKE, "--device", "10ms") as found:
         yield found
 
 
