@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW_FILES_S
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "quire").rglob("*.py"))
 CORE = [*sorted((ROOT / "quire/core").glob("*.py")), ROOT / "quire/errors.py"]
@@ -76,6 +78,10 @@ def test_no_test_measures_time() -> None:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
                 assert node.attr not in ("monotonic", "monotonic_ns", "perf_counter"), f"{path.name}:{node.lineno}"
+
+
+def test_the_slow_files_are_there() -> None:
+    assert [name for name in SLOW_FILES_S if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_help_imports_nothing_heavy() -> None:
