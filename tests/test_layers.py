@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ UNSAFE_MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), path.name)
 

@@ -26,6 +26,8 @@ PATIENCE = {
     f"QUIRE_{name}": "600"
     for name in ("QUEUE_TIMEOUT", "HANG_LIMIT", "HEADER_TIMEOUT", "BODY_TIMEOUT", "SLOW_CLIENT_TIMEOUT", "DRAIN")
 }
+# Test files run side by side, one a core: threads that share a core spin while they wait for each other.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "QUIRE_THREADS": "1"}
 _opened: list[socket.socket] = []
 
 
@@ -185,7 +187,7 @@ def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **PATIENCE, **(env or {})},
+        env={**os.environ, **ONE_THREAD, **PATIENCE, "PYTHONUNBUFFERED": "1", **(env or {})},
     )
     server = Server(process, "", [], [])
     for stream, lines in ((process.stdout, server.stdout), (process.stderr, server.stderr)):

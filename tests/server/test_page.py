@@ -125,7 +125,7 @@ window.asked = [];
 const real = window.fetch;
 window.fetch = (path, more) => {
   if (path === "v1/completions")
-    return real(path, { ...more, body: JSON.stringify({ ...JSON.parse(more.body), max_tokens: 256 }) });
+    return real(path, { ...more, body: JSON.stringify({ ...JSON.parse(more.body), max_tokens: 128 }) });
   if (path !== "v1/chat/completions") return real(path, more);
   const body = JSON.parse(more.body);
   asked.push(Object.keys(body).sort());
