@@ -17,7 +17,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test lint style format sim equality precision structured bench sanitize clients clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -57,6 +57,9 @@ serve: $(RUNTIME)  ## from nothing to a server with the default model and its fi
 
 test: style     ## everything CI runs: ruff, layers, pytest with mypy among its tests and the simulator
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+check: style    ## ruff, layers, mypy and the quick tests: two minutes. Before a commit
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --quick
 
 lint: style     ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -106,7 +107,8 @@ async def load(port: int, clients: int, seconds: float) -> tuple[float, list[flo
     """Answers a second, and how long each refusal took. Refused clients come again after a tenth of a second."""
     served = 0
     refusals: list[float] = []
-    deadline_s = time.perf_counter() + seconds
+    started_s = time.perf_counter()
+    deadline_s = started_s + seconds
 
     async def client(number: int) -> None:
         nonlocal served
@@ -114,18 +116,18 @@ async def load(port: int, clients: int, seconds: float) -> tuple[float, list[flo
             begin_s = time.perf_counter()
             status, rest = await ask(port, "/v1/chat/completions", body(number, TOKENS))
             if status == 200 and b"[DONE]" in rest:
-                served += time.perf_counter() < deadline_s
+                served += 1
             else:
                 assert status == 429, (status, rest)
                 refusals.append(time.perf_counter() - begin_s)
                 await asyncio.sleep(0.1)
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return served / seconds, refusals
+    return served / (time.perf_counter() - started_s), refusals
 
 
 def p(values: list[float], percent: int) -> float:
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else math.nan
 
 
 async def measure(process: subprocess.Popen[str], port: int, is_quick: bool) -> None:

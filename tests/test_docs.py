@@ -144,7 +144,7 @@ def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path
             small = []  # a recorded trace has its own number of requests
         command = [sys.executable, "-m", "quire", *words[1:], *small]
         outcome = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, input="Hi\n/exit\n"
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, input="Hi\n/exit\n"
         )
         assert outcome.returncode == 0, f"{words}: {outcome.stderr}"
         assert outcome.stdout
@@ -173,7 +173,7 @@ def test_python_runs_as_written(page: Path, address: str) -> None:
     assert examples or page in SERVED
     for example in examples:
         command = [sys.executable, "-W", "error", "-c", example]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, f"{example}: {outcome.stderr}"
         assert outcome.stdout
         if "capital of France" in example:
@@ -185,7 +185,7 @@ def test_curl_runs_as_written(page: Path, address: str) -> None:
     for block in blocks(at(address, page.read_text()), ""):
         for command in re.findall(r"^curl (?:.*\\\n)*.*$", block, re.MULTILINE):
             words = ["bash", "-c", command.replace("curl ", "curl --fail-with-body ", 1)]
-            outcome = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+            outcome = subprocess.run(words, capture_output=True, text=True, check=False)
             assert outcome.returncode == 0, f"{command}: {outcome.stdout} {outcome.stderr}"
             assert outcome.stdout
             assert '"error":{' not in outcome.stdout
@@ -215,7 +215,7 @@ def test_make_serve_goes_from_nothing_to_an_answer(default_model: Path) -> None:
                 break
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate()
     text = "".join(lines)
     assert "quire serves smollm2-135m-instruct at http://127.0.0.1:" in text
     assert "  > What is the capital of France?\n  The capital of France is Paris.\n" in text

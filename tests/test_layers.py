@@ -6,9 +6,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW_FILES_S
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "quire").rglob("*.py"))
@@ -22,6 +25,7 @@ UNSAFE_MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), path.name)
 
@@ -68,6 +72,18 @@ def test_nothing_executes_what_it_reads() -> None:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in UNSAFE_CALLS, f"{path.name}:{node.lineno}"
+
+
+def test_no_test_measures_time() -> None:
+    """A busy machine must not fail one: `tests/waiting.py` waits for events, and CPU time may be bounded."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+                assert node.attr not in ("monotonic", "monotonic_ns", "perf_counter"), f"{path.name}:{node.lineno}"
+
+
+def test_the_slow_files_are_there() -> None:
+    assert [name for name in SLOW_FILES_S if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -62,7 +62,7 @@ class Limits:
     read_s: float
 
 
-QUICK = Limits(0.3, 2.0)  # for an address nobody named: most often nobody is there
+QUICK = Limits(0.3, 10.0)  # for an address nobody named: most often nobody is there. Who accepts may be busy
 PATIENT = Limits(5.0, 30.0)
 
 

@@ -15,8 +15,7 @@ from quire.text.child import Child, Died, NoAnswer, TooSlow
 
 COMPILE_LIMIT_S = 2.0  # of a core
 FIRST_MASK_LIMIT_S = 0.1  # of a core: what is slow before the first token does not get faster
-WAIT_LIMIT_S = 20.0  # for an answer: the machine may be busy with steps
-START_LIMIT_S = 30.0
+WAIT_LIMIT_S = 120.0  # for an answer: the machine may be busy with steps
 _CHILD = Path(__file__).with_name("grammar_child.py")
 
 
@@ -66,7 +65,7 @@ class GrammarTrial:
             raise RequestFailed("grammar: the engine is closed")
         try:
             if self._child.start():
-                self._child.ask(self._first_order(), START_LIMIT_S)
+                self._child.ask(self._first_order(), WAIT_LIMIT_S)
         except NoAnswer as error:
             raise RequestFailed(f"grammar: the process that tries grammars {error}") from None
 

@@ -26,7 +26,7 @@ from quire.server.metrics import Exposition
 from quire.server.models import Models, Shared
 from quire.server.service import ServiceLimits
 
-LAST_WORDS_S = 2.0  # for streams that are cut to say so
+LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import TemplateError
-from quire.text.child import Child, NoAnswer
+from quire.text.child import Child, Died, NoAnswer
 
-RENDER_LIMIT_S = 1.0
-START_LIMIT_S = 10.0  # a fresh Python on a busy machine
+RENDER_LIMIT_S = 1.0  # of a core
+COMPILE_LIMIT_S = 2.0  # of a core
+WAIT_LIMIT_S = 60.0  # for an answer: a busy machine takes longer to give that much of a core
 MAX_SOURCE_CHARS = 1024 * 1024
 _WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -19,8 +21,8 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 class Renderer:
     """One template and the child that renders it. Safe to use from several threads: they take turns.
 
-    The child starts at the first use or at `warm_up`. One that does not answer in time is killed; the next render gets
-    a new one.
+    The child starts at the first use or at `warm_up`. One that computes for too long is killed; the next render gets a
+    new one. What counts is its CPU time, so that a busy machine refuses no template that an idle one renders.
     """
 
     def __init__(self, source: str, *, render_limit_s: float = RENDER_LIMIT_S) -> None:
@@ -74,17 +76,19 @@ class Renderer:
             raise TemplateError(f"the process that renders chat templates {error}") from None
         if is_new:
             try:
-                self._variables = self._ask({"source": self._source}, START_LIMIT_S).variables
+                self._variables = self._ask({"source": self._source}, COMPILE_LIMIT_S).variables
             except BaseException:
                 self._child.kill()  # it has no template
                 raise
 
-    def _ask(self, order: Mapping[str, Any], limit_s: float) -> _Answer:
+    def _ask(self, order: Mapping[str, Any], max_cpu_s: float) -> _Answer:
         try:
-            answer = _read(self._child.ask(order, limit_s))
+            answer = _read(self._child.ask({**order, "max_cpu_s": max_cpu_s}, WAIT_LIMIT_S))
         except NoAnswer as error:
             self._child.kill()
-            raise TemplateError(f"the chat template {error}") from None
+            is_too_slow = isinstance(error, Died) and error.returncode == -signal.SIGPROF
+            why = f"did not finish within {max_cpu_s:g} s of computing" if is_too_slow else error
+            raise TemplateError(f"the chat template {why}") from None
         if answer.error is None:
             return answer
         if answer.kind == "refused":

@@ -8,6 +8,7 @@ quire, so that it starts fast and there is nothing of quire's to find in it.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
@@ -22,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
 MAX_MEMORY_BYTES = 512 * 1024 * 1024  # of address space; Python with jinja takes some 50 MiB of it
-MAX_CPU_S = 2  # a render; the parent is stricter, this is for the case that it is gone
 
 
 class Refusal(TemplateError):
@@ -118,22 +118,20 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def limit_cpu() -> None:
-    """Counted over the life of the process, so it is set anew for every order."""
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + MAX_CPU_S, hard))
+def limit_cpu(max_cpu_s: float) -> None:
+    """From now on, or 0 for none. Its signal ends the process, whatever that is doing."""
+    if hasattr(signal, "setitimer"):  # not on every platform
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
 
 
 def main() -> None:
     limit_memory()
     worker = Worker()
     for line in sys.stdin.buffer:
-        limit_cpu()
-        answer = worker.answer(json.loads(line))
+        order = json.loads(line)
+        limit_cpu(order["max_cpu_s"])
+        answer = worker.answer(order)
+        limit_cpu(0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

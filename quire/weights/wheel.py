@@ -15,6 +15,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,12 +118,12 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _largest(folder: Path) -> int:
+    """Size of the largest file. pip removes files and folders meanwhile: what is gone does not count."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:  # pip tidies up while we look
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
     return max(sizes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,9 +10,11 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
@@ -20,8 +23,9 @@ from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong
 from quire.text.answers import PlainAnswer
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from tests.waiting import HANG_S
 
-LIMIT_S = 240  # a machine under load
+LIMIT_S = HANG_S
 
 
 def quire(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -30,6 +34,42 @@ def quire(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=everything
     )
+
+
+_EACH = """
+import contextlib, io, json, sys
+from quire.cli.main import run
+outcomes = []
+for sys.argv[1:] in json.load(sys.stdin):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run()
+        except SystemExit as end:
+            code = end.code
+    outcomes.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(outcomes))
+"""
+
+
+class Outcome(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def quire_each(commands: Sequence[Sequence[str]], *, folder: Path, env: dict[str, str] | None = None) -> list[Outcome]:
+    """Run commands that are refused before they do anything: one process for all of them."""
+    found = subprocess.run(
+        [sys.executable, "-c", _EACH],
+        input=json.dumps([list(command) for command in commands]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env={**os.environ, **(env or {})},
+    )
+    return [Outcome(*outcome) for outcome in json.loads(found.stdout)]
 
 
 class Terminal:

@@ -113,11 +113,10 @@ def _handler(script: ScriptedServer) -> type[BaseHTTPRequestHandler]:
                 for chunk in reply.body:
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
                     self.wfile.flush()
+                if not reply.is_cut:
+                    self.wfile.write(b"0\r\n\r\n")
             except OSError:
                 script.was_left.set()
-                return
-            if not reply.is_cut:
-                self.wfile.write(b"0\r\n\r\n")
 
     return Handler
 

@@ -64,6 +64,7 @@ def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoL
     """The server is where one is by default, and nobody names it."""
     monkeypatch.delenv("QUIRE_SERVER")
     monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
+    monkeypatch.setattr(remote, "QUICK", remote.Limits(LIMIT_S, LIMIT_S))  # it is there, however slow it is
     del echo
     return server
 

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,66 +24,70 @@ from quire.engine.build import EngineConfig
 from quire.engine.wire import Ready
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.run import Startup
+from tests.cli.runs import quire_each
 from tests.server.rig import FAKE, serving
 from tests.tiny import write_tiny_model
-
-LIMIT_S = 60.0
+from tests.waiting import HANG_S
 
 
 def refuse(*options: str, **env: str) -> str:
     """What it says when it does not start."""
     command = [sys.executable, "-m", "quire", "serve", *options]
-    outcome = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ, **env}
-    )
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
     assert outcome.returncode != 0
     assert "Traceback" not in outcome.stderr
     return outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--port", "99999"), "--port = 99999 is not a whole number from 0 to 65535"),
-        (("--max-queue", "0"), "--max-queue = 0 is not"),
-        (("--max-num-seqs", "0"), "--max-num-seqs = 0 is not"),
-        (("--max-seqs", "0"), "--max-num-seqs = 0 is not"),
-        (("--max-context", "1"), "--max-model-len = 1 is not"),
-        (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
-        (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
-        (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
-        (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
-        (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
-        (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
-        (("--host", "0.0.0.0"), "there is no API key"),
-        (("--api-key", "short"), "8 to 512"),
-        (("--ssl-certfile", "nowhere.pem"), "TLS needs both"),
-        (("--root-path", "api"), "--root-path = 'api' does not begin with /"),
-        (("no/such/model",), "no/such/model"),
-        (("--config", "nowhere.yaml"), "nowhere.yaml"),
-        (("one", "--model", "two"), "name one model"),
-    ],
-)
-def test_what_cannot_work_is_refused_by_the_name_of_its_option(options: tuple[str, ...], message: str) -> None:
-    assert message in refuse(*options)
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("--port", "99999"), "--port = 99999 is not a whole number from 0 to 65535"),
+    (("--max-queue", "0"), "--max-queue = 0 is not"),
+    (("--max-num-seqs", "0"), "--max-num-seqs = 0 is not"),
+    (("--max-seqs", "0"), "--max-num-seqs = 0 is not"),
+    (("--max-context", "1"), "--max-model-len = 1 is not"),
+    (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
+    (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
+    (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
+    (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
+    (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
+    (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
+    (("--host", "0.0.0.0"), "there is no API key"),
+    (("--api-key", "short"), "8 to 512"),
+    (("--ssl-certfile", "nowhere.pem"), "TLS needs both"),
+    (("--root-path", "api"), "--root-path = 'api' does not begin with /"),
+    (("no/such/model",), "no/such/model"),
+    (("--config", "nowhere.yaml"), "nowhere.yaml"),
+    (("one", "--model", "two"), "name one model"),
+]
+BAD_FILES = [
+    ("max-queue: yes", "max_queue = True is not a value"),
+    ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
+    ("[1, 2]", "Expected `object | null`"),
+    ("a: [", "config.yaml"),
+    ("model: a\nmodels: [b]", "model and models exclude each other"),
+    ("models: [./such/model]", "/such/model': no such file or folder"),
+    ("model: such/model.gguf", "/such/model.gguf': no such file or folder"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("max-queue: yes", "max_queue = True is not a value"),
-        ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
-        ("[1, 2]", "Expected `object | null`"),
-        ("a: [", "config.yaml"),
-        ("model: a\nmodels: [b]", "model and models exclude each other"),
-        ("models: [./such/model]", "/such/model': no such file or folder"),
-        ("model: such/model.gguf", "/such/model.gguf': no such file or folder"),
-    ],
-)
-def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    assert message in refuse("--config", str(path))
+def test_what_cannot_work_is_refused_by_the_name_of_its_option(tmp_path: Path) -> None:
+    outcomes = quire_each([["serve", *options] for options, _ in REFUSED], folder=tmp_path)
+    for (options, message), outcome in zip(REFUSED, outcomes, strict=True):
+        assert outcome.returncode != 0, options
+        assert message in outcome.stderr
+
+
+def test_a_bad_file_is_refused(tmp_path: Path) -> None:
+    commands = []
+    for number, (text, _) in enumerate(BAD_FILES):
+        path = tmp_path / str(number) / "config.yaml"
+        path.parent.mkdir()
+        path.write_text(text)
+        commands.append(["serve", "--config", str(path)])
+    outcomes = quire_each(commands, folder=tmp_path)
+    for (text, message), outcome in zip(BAD_FILES, outcomes, strict=True):
+        assert outcome.returncode != 0, text
+        assert message in outcome.stderr
 
 
 def test_what_only_the_worker_finds_out_names_its_option_too(tiny_model: Path) -> None:
@@ -144,18 +147,15 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
     os.close(theirs)
     text = ""
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while "once more:" not in text:
-            assert time.monotonic() < deadline, text
-            if select.select([terminal], [], [], 0.1)[0]:
-                text += os.read(terminal, 65536).decode(errors="replace")
-        time.sleep(1)
+        while text.count("  cache: ") < 2:  # of both questions
+            assert select.select([terminal], [], [], HANG_S)[0], text
+            text += os.read(terminal, 65536).decode(errors="replace")
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the other end is closed
             while data := os.read(terminal, 65536):
                 text += data.decode(errors="replace")
-        process.wait(LIMIT_S)
+        process.wait(HANG_S)
         os.close(terminal)
     assert process.returncode == 0
     before, _, after = text.partition("quire serves ")

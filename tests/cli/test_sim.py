@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
+from tests.cli.runs import quire_each
 
 
 def quire(*arguments: str, folder: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=folder, check=False)
 
 
 def test_version_and_bare_call() -> None:
@@ -89,39 +90,39 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     assert outcome.stdout == ""  # said before the run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["--policy", "lifo"], "--policy = 'lifo' is not one of fair, aging, fcfs"),
-        (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
-        (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
-        (["--low-share", "0.2", "--policy", "fcfs"], "--low-share means something only under --policy fair"),
-        (["--blocks", "1"], "--blocks 1 is not from 2"),
-        (["--blocks", "1000000000"], "--blocks 1000000000 is not from 2 to 10000000"),
-        (["--block-size", "33"], "--block-size = 33 is not a power of two"),
-        (["--machine", "abacus"], "--machine 'abacus' is not one of cpu-smollm2-135m"),
-        (["--base-ms", "-1"], "--base-ms = -1"),
-        (["--kv-bytes", "0"], "--kv-bytes 0 is less than 1"),
-        (["--requests", "0"], "--requests = 0 is not from 1"),
-        (["--rate", "0"], "--rate = 0"),
-        (["--max-seqs", "0"], "--max-seqs = 0"),
-        (["--max-waiting", "0"], "--max-waiting = 0"),
-        (["--max-step-tokens", "3"], "--max-step-tokens = 3 is less than max_seqs"),
-        (["--patience", "-3"], "--patience = -3"),
-        (["--patience", "3", "--policy", "fcfs"], "--patience means something only under --policy aging"),
-        (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),
-        (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
-        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),
-        (["--save-trace", "."], "--save-trace . is a folder"),
-    ],
-)
-def test_bad_options_are_one_line_on_stderr(tmp_path: Path, arguments: list[str], message: str) -> None:
-    outcome = quire("sim", *arguments, folder=tmp_path)
-    assert outcome.returncode == 2
-    assert message in outcome.stderr
-    assert len(outcome.stderr.strip().splitlines()) == 1
-    assert outcome.stdout == ""
+BAD: list[tuple[list[str], str]] = [
+    (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+    (["--policy", "lifo"], "--policy = 'lifo' is not one of fair, aging, fcfs"),
+    (["--scenario", "chaos"], "--scenario = 'chaos' is not one of mixed, backlog, saturated, tenants"),
+    (["--low-share", "2"], "--low-share = 2.0 is not a number above 0 and below 1"),
+    (["--low-share", "0.2", "--policy", "fcfs"], "--low-share means something only under --policy fair"),
+    (["--blocks", "1"], "--blocks 1 is not from 2"),
+    (["--blocks", "1000000000"], "--blocks 1000000000 is not from 2 to 10000000"),
+    (["--block-size", "33"], "--block-size = 33 is not a power of two"),
+    (["--machine", "abacus"], "--machine 'abacus' is not one of cpu-smollm2-135m"),
+    (["--base-ms", "-1"], "--base-ms = -1"),
+    (["--kv-bytes", "0"], "--kv-bytes 0 is less than 1"),
+    (["--requests", "0"], "--requests = 0 is not from 1"),
+    (["--rate", "0"], "--rate = 0"),
+    (["--max-seqs", "0"], "--max-seqs = 0"),
+    (["--max-waiting", "0"], "--max-waiting = 0"),
+    (["--max-step-tokens", "3"], "--max-step-tokens = 3 is less than max_seqs"),
+    (["--patience", "-3"], "--patience = -3"),
+    (["--patience", "3", "--policy", "fcfs"], "--patience means something only under --policy aging"),
+    (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),
+    (["--plot", "x.gif"], "--plot x.gif does not end in .png or .svg"),
+    (["--plot", "nowhere/x.png"], "--plot nowhere/x.png is in a folder that does not exist"),
+    (["--save-trace", "."], "--save-trace . is a folder"),
+]
+
+
+def test_bad_options_are_one_line_on_stderr(tmp_path: Path) -> None:
+    outcomes = quire_each([["sim", *arguments] for arguments, _ in BAD], folder=tmp_path)
+    for (arguments, message), outcome in zip(BAD, outcomes, strict=True):
+        assert outcome.returncode == 2, arguments
+        assert message in outcome.stderr
+        assert len(outcome.stderr.strip().splitlines()) == 1
+        assert outcome.stdout == ""
 
 
 def test_a_bad_trace_names_line_and_field(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.wire import Stats
+from tests.waiting import HANG_S
 
 T = TypeVar("T")
-LIMIT_S = 120.0
+SLOW = {"backend": "fake", "device": "20ms"}  # a step: thousands of tokens outlast what is done meanwhile
 OPTIONS = ("hang_limit_s", "on_loading", "on_step")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+    return asyncio.run(asyncio.wait_for(work, HANG_S))
 
 
 @asynccontextmanager

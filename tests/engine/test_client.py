@@ -19,7 +19,7 @@ from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
 from quire.errors import InvalidRequest, QueueFull
-from tests.engine.serving import client, request, run, stats, until, usage
+from tests.engine.serving import SLOW, client, request, run, stats, until, usage
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -115,7 +115,7 @@ def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) 
             assert facts.weight_bytes == (tiny_model / "model.safetensors").stat().st_size - header_bytes(tiny_model)
             assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
             assert set(facts.timings_s) == {"import", "weights", "warm_up"}
-            assert facts.timings_s["import"] > facts.timings_s["weights"] > 0
+            assert all(took_s > 0 for took_s in facts.timings_s.values())
             # the warm-up left no trace
             found = await stats(engine)
             assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0
@@ -133,18 +133,19 @@ def header_bytes(folder: Path) -> int:
 
 def test_a_generation_knows_its_wait_and_its_cache_from_the_moment_it_starts(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, backend="fake", device="300ms") as engine:
+        async with client(tiny_model, **SLOW) as engine:
             news = asyncio.Event()
             asked = request(engine, LONG)
-            generation = await engine.submit(asked, news=news)
+            taken: list[list[Delta]] = []
+            generation = await engine.submit(asked, news=news, on_start=lambda one: taken.append(one.take()))
             assert (generation.is_started, generation.queued_s, generation.cache) == (False, None, None)
-            await news.wait()  # long before the first step has been computed
+            await news.wait()
             assert generation.is_started
             assert generation.queued_s is not None
-            assert 0 <= generation.queued_s < 60
+            assert generation.queued_s >= 0
             assert generation.cache is not None
             assert generation.cache.reason is StopReason.NOT_FOUND
-            assert generation.take() == []
+            assert taken == [[]]  # before the first step has been computed
 
     run(work())
 
@@ -259,7 +260,7 @@ def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeyp
 
 def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, backend="fake", max_seqs=1, device="20ms") as engine:
+        async with client(tiny_model, **SLOW, max_seqs=1, patience_s=600.0) as engine:
             running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
             await until(lambda: running.is_started)
             others = [
@@ -288,13 +289,15 @@ def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
 def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
-        async with client(tiny_model, backend="fake", max_seqs=1, device="5ms", on_step=steps.append) as engine:
-            low = await engine.submit(request(engine, max_tokens=60, priority=Priority.LOW))
+        async with client(tiny_model, **SLOW, max_seqs=1, on_step=steps.append) as engine:
+            low = await engine.submit(request(engine, max_tokens=3000, priority=Priority.LOW))
             await until(lambda: bool(low.take()))
             waited_s = low.queued_s
             high = await engine.submit(request(engine, "Now", priority=Priority.HIGH))
             await high.result()
-            await low.result()
+            low.take()
+            await until(lambda: bool(low.take()))  # it goes on
+            low.cancel()
             assert (await stats(engine)).num_preemptions == 1
             assert [one.request_id for step in steps for one in step.started] == [*low.request_ids, *high.request_ids]
             assert low.queued_s == waited_s
@@ -356,7 +359,9 @@ def test_one_token_of_an_answer_is_enough_for_its_pin_and_none_is_not(tiny_model
 def test_a_pin_ends_with_its_time(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
-            await engine.generate(request(engine, LONG, pins=(PinPrefix("short", 64, 0.01), PinPrefix("long", 64, 99))))
+            await engine.generate(
+                request(engine, LONG, pins=(PinPrefix("short", 64, 0.01), PinPrefix("long", 64, 6000)))
+            )
             await asyncio.sleep(0.02)
             await engine.generate(request(engine))  # time passes in steps
             assert (await stats(engine)).cache.num_pins == 1

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from quire.text.grammar import (
 )
 from quire.text.tokenizer import Tokenizer
 from tests.engine.serving import client, run, usage
+from tests.waiting import HANG_S, paused
 
 PERSON = {
     "type": "object",
@@ -140,7 +140,6 @@ REFUSED: list[tuple[str, Grammar, str]] = [
     ("x-guidance", Grammar(json_schema_grammar({}).kind, '{"not": {}, "x-guidance": {"lenient": true}}'), '"not"'),
     ("a contradiction", json_schema_grammar({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
     ("an unknown rule", lark_grammar("start: nothing"), "nothing"),
-    ("many states", regex_grammar("a{100000}"), "too complex: the choice of its first token"),
     ("a chain of rules", lark_grammar("\n".join(f"a{i}: a{i + 1}" for i in range(4000)).replace("a0", "start")), ""),
     (
         "a chain of references",
@@ -161,11 +160,17 @@ def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, grammar:
     assert grammars.find(grammar) is None
 
 
+def test_a_grammar_whose_first_token_takes_too_long_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.grammar_trial.FIRST_MASK_LIMIT_S", -1.0)
+    with pytest.raises(InvalidRequest, match=r"grammar is too complex: the choice of its first token takes [0-9]+ ms"):
+        grammars.compile(regex_grammar("a{1000}"))
+
+
 def test_what_takes_too_long_is_given_up_and_the_next_is_served(grammars: Grammars) -> None:
-    start_s = time.monotonic()
     with pytest.raises(InvalidRequest, match="compiling it takes more than 2 s"):
         grammars.compile(json_schema_grammar({"type": "integer", "multipleOf": 99999999}))
-    assert time.monotonic() - start_s < 20
     assert grammars.compile(regex_grammar("next")).matcher().mask()
 
 
@@ -173,7 +178,7 @@ def test_a_child_that_was_killed_is_started_again(grammars: Grammars) -> None:
     grammars.compile(regex_grammar("before"))
     (child,) = [one for one in psutil.Process().children() if "grammar_child.py" in " ".join(one.cmdline())]
     child.kill()
-    child.wait(10)
+    child.wait(HANG_S)
     assert grammars.compile(regex_grammar("after")).matcher().mask()
 
 
@@ -235,7 +240,7 @@ def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: p
 
 def test_the_engine_imports_without_llguidance() -> None:
     code = "import sys; sys.modules['llguidance'] = None\nimport quire.engine.worker, quire.engine.llm"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_llguidance_a_grammar_says_what_to_install(
@@ -290,7 +295,7 @@ def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
 
 
 def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
-    """A stream goes on while one is compiled for two seconds, and the worker is the same afterwards."""
+    """A stream goes on while one is compiled for two seconds of a core, and the worker is the same afterwards."""
 
     async def work() -> None:
         async with client(tiny_model, backend="fake", device="5ms", max_seqs=32) as engine:
@@ -302,13 +307,11 @@ def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
                 asyncio.create_task(answer(engine, grammar=grammar))
                 for _, grammar, _ in [*REFUSED, ("", json_schema_grammar({"multipleOf": 99999999}), "")]
             ]
-            gaps, last_s = [], time.monotonic()
             stream = await engine.submit(ask(engine, max_tokens=200, ignore_eos=True))
+            num_meanwhile = 0
             async for _ in stream.deltas():
-                gaps.append(time.monotonic() - last_s)
-                last_s = time.monotonic()
-            assert len(gaps) >= 200
-            assert max(gaps) < 1.0
+                num_meanwhile += not refused[-1].done()
+            assert num_meanwhile >= 10
             found = await asyncio.gather(*refused, return_exceptions=True)
             assert {type(one) for one in found} == {InvalidRequest}
             assert engine.worker_pid == pid
@@ -319,12 +322,14 @@ def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
 def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Path) -> None:
     async def work() -> None:
         async with client(tiny_model, backend="fake") as engine:
-            await engine.start()
-            generation = await engine.submit(ask(engine, grammar=json_schema_grammar({"multipleOf": 99999999})))
-            await asyncio.sleep(0.2)
-            assert await usage(engine) == (0, 1, 0)
-            generation.cancel()
-            assert await usage(engine) == (0, 0, 0)
+            assert (await answer(engine, grammar=choice_grammar(["off"]))).text == "off"  # the child has started
+            assert engine.worker_pid is not None
+            (child,) = psutil.Process(engine.worker_pid).children()
+            with paused(child.pid):
+                generation = await engine.submit(ask(engine, grammar=regex_grammar("[a-z]{3}")))
+                assert await usage(engine) == (0, 1, 0)
+                generation.cancel()
+                assert await usage(engine) == (0, 0, 0)
             assert (await answer(engine, grammar=choice_grammar(["on"]))).text == "on"
 
     run(work())

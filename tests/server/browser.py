@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_S
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -50,7 +52,7 @@ class Browser:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self._driver_url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_S) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(json.load(error)["value"]["message"]) from None
@@ -71,7 +73,14 @@ class Browser:
         )
 
     def click(self, selector: str) -> None:
-        self._ask("POST", f"/element/{self._find(selector)}/click", {})
+        """The page may draw the element anew between the two steps: then it is looked for again."""
+        while True:
+            try:
+                self._ask("POST", f"/element/{self._find(selector)}/click", {})
+                return
+            except AssertionError as error:
+                if "stale element" not in str(error):
+                    raise
 
     def type(self, selector: str, text: str) -> None:
         self._ask("POST", f"/element/{self._find(selector)}/value", {"text": text})
@@ -79,11 +88,11 @@ class Browser:
     def _find(self, selector: str) -> str:
         return str(self._ask("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT])
 
-    def wait(self, what: str, test: Callable[[], object], limit_s: float = 30.0) -> Any:
+    def wait(self, what: str, test: Callable[[], object]) -> Any:
         """Until it is true. Returns it."""
-        until_s = time.monotonic() + limit_s
+        until_s = time.monotonic() + HANG_S
         while not (found := test()):
-            assert time.monotonic() < until_s, f"{what}: not in {limit_s} s; the page says {self.text('body')[:1500]!r}"
+            assert time.monotonic() < until_s, f"{what}: not in {HANG_S} s; the page says {self.text('body')[:1500]!r}"
             time.sleep(0.05)
         return found
 

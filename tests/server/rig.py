@@ -12,15 +12,29 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-START_S = 120.0
+from tests.waiting import HANG_S, eventually
+
 FAKE = ("--backend", "fake", "--num-blocks", "400")
+# A busy machine must not make a server refuse, cut or kill what is only slow. A test of a limit sets that one itself.
+PATIENCE = {
+    f"QUIRE_{name}": "600"
+    for name in ("QUEUE_TIMEOUT", "HANG_LIMIT", "HEADER_TIMEOUT", "BODY_TIMEOUT", "SLOW_CLIENT_TIMEOUT", "DRAIN")
+}
+# Test files run side by side, one a core: threads that share a core spin while they wait for each other.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "QUIRE_THREADS": "1"}
+_opened: list[socket.socket] = []
+
+
+def close_sockets() -> None:
+    """Close the sockets that a test left open, or a test that fails would also fail the next one."""
+    while _opened:
+        _opened.pop().close()
 
 
 @dataclass
@@ -56,7 +70,7 @@ class Server:
         *,
         headers: dict[str, str] | None = None,
         data: bytes | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = HANG_S,
     ) -> Answer:
         connection = HTTPConnection(*self.address, timeout=timeout_s)
         try:
@@ -83,8 +97,14 @@ class Server:
     def stats(self) -> Any:
         return self.get("/v1/cache/stats").json
 
-    def raw(self, timeout_s: float = 30.0) -> socket.socket:
-        return socket.create_connection(self.address, timeout=timeout_s)
+    def stats_of(self, model: str) -> Any:
+        return self.get(f"/v1/cache/stats?model={model}").json
+
+    def raw(self, timeout_s: float = HANG_S) -> socket.socket:
+        """A connection. It is closed at the end of the test, if the test does not do it."""
+        sock = socket.create_connection(self.address, timeout=timeout_s)
+        _opened.append(sock)
+        return sock
 
     def send_request(
         self, body: object, path: str = "/v1/chat/completions", *, sock: socket.socket | None = None
@@ -97,25 +117,36 @@ class Server:
         sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
-    def wait_free(self, limit_s: float = 30.0) -> Any:
-        """Until no block is held by anyone and nothing waits. Returns the last stats."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            stats = self.stats()
-            if not stats["num_in_use"] and not stats["num_running"] and not stats["num_waiting"]:
-                return stats
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.05)
+    def begin(self, body: object, path: str = "/v1/chat/completions") -> socket.socket:
+        """Write the request of a stream and wait until its answer has begun. The caller reads on, or does not."""
+        sock = self.send_request(body, path)
+        head = sock.recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL)
+        assert head == b"HTTP/1.1 200", head + sock.recv(65536)
+        return sock
 
-    def wait_for(self, pattern: str, limit_s: float = 60.0) -> str:
+    def begins(self, body: object, path: str = "/v1/chat/completions") -> bool:
+        """As `begin`, of a server that may refuse it because the machine is busy."""
+        return self.send_request(body, path).recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL) == b"HTTP/1.1 200"
+
+    def wait_free(self) -> Any:
+        """Until no block is held by anyone and nothing waits. Returns the last stats."""
+
+        def free_stats() -> Any:
+            stats = self.stats()
+            return None if stats["num_in_use"] or stats["num_running"] or stats["num_waiting"] else stats
+
+        return eventually(free_stats, "no block is held and nothing waits")
+
+    def wait_for(self, pattern: str) -> str:
         """A line of stdout or stderr that matches."""
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            for line in [*self.stdout, *self.stderr]:
-                if re.search(pattern, line):
-                    return line
-            time.sleep(0.02)
-        raise AssertionError(f"no line matches {pattern!r}:\n{self.log}")
+
+        def line() -> str | None:
+            return next((line for line in [*self.stdout, *self.stderr] if re.search(pattern, line)), None)
+
+        try:
+            return eventually(line, pattern) or ""
+        except AssertionError:
+            raise AssertionError(f"no line matches {pattern!r}:\n{self.log}") from None
 
     @property
     def log(self) -> str:
@@ -126,9 +157,9 @@ class Server:
         (pid,) = [child for child in children(self.process.pid) if "quire.engine.worker" in command_line(child)]
         return pid
 
-    def stop(self, limit_s: float = 60.0) -> int:
+    def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(limit_s)
+        return self.process.wait(HANG_S)
 
 
 def children(pid: int) -> list[int]:
@@ -156,7 +187,7 @@ def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+        env={**os.environ, **ONE_THREAD, **PATIENCE, "PYTHONUNBUFFERED": "1", **(env or {})},
     )
     server = Server(process, "", [], [])
     for stream, lines in ((process.stdout, server.stdout), (process.stderr, server.stderr)):
@@ -166,16 +197,27 @@ def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
     return server
 
 
-def wait_ready(server: Server, limit_s: float = START_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+def wait_ready(server: Server) -> None:
+    def url() -> str | None:
         for line in server.stdout:
             if found := re.search(r" at (http://\S+)", line):
-                server.url = found[1]
-                return
+                return found[1]
         assert server.process.poll() is None, f"it ended with {server.process.returncode}:\n{server.log}"
-        time.sleep(0.02)
-    raise AssertionError(f"not ready in {limit_s} s:\n{server.log}")
+        return None
+
+    server.url = eventually(url, "the server is ready") or ""
+
+
+def put_away(server: Server) -> None:
+    """Kill a server that still runs, and close its pipes."""
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.wait(HANG_S)
+    for thread in server._readers:
+        thread.join(60)
+    for stream in (server.process.stdout, server.process.stderr):
+        if stream is not None:
+            stream.close()
 
 
 @contextlib.contextmanager
@@ -188,16 +230,13 @@ def serving(*options: str, key: str | None = None, env: dict[str, str] | None = 
     finally:
         if server.process.poll() is None:
             server.process.terminate()
-            try:
-                server.process.wait(20)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-                server.process.wait(20)
-        for thread in server._readers:
-            thread.join(10)
-        for stream in (server.process.stdout, server.process.stderr):
-            if stream is not None:
-                stream.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(5)
+        if server.process.poll() is None:
+            server.process.terminate()  # a request is still open: the second signal ends it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(60)
+        put_away(server)
 
 
 def events(data: bytes) -> list[tuple[str | None, str]]:
@@ -303,15 +342,3 @@ async def ask_async(
         return await read_reply(reader, on_data)
     finally:
         writer.transport.abort()
-
-
-def put_away(server: Server) -> None:
-    """A server that was spawned, whatever became of it: nothing of it stays."""
-    if server.process.poll() is None:
-        server.process.kill()
-        server.process.wait(20)
-    for thread in server._readers:
-        thread.join(10)
-    for stream in (server.process.stdout, server.process.stderr):
-        if stream is not None:
-            stream.close()

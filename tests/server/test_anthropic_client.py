@@ -20,6 +20,7 @@ from anthropic.types import Message, TextBlock, Usage
 
 from quire.weights.hub import DEFAULT_MODEL
 from tests.server.rig import Server, serving
+from tests.waiting import HANG_S
 
 KEY, SLOW, ADMIN = "app-0000-key", "slow-0000-key", "admin-0000-key"
 KEYS = f"""
@@ -51,7 +52,7 @@ def client(server: Server) -> Iterator[Anthropic]:
 
 
 def connect(server: Server, key: str = KEY) -> Anthropic:
-    return Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=60)
+    return Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=HANG_S)
 
 
 def given(**options: Any) -> dict[str, Any]:

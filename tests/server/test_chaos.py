@@ -1,6 +1,6 @@
 """Clients that vanish, stall and flood; a worker that dies or hangs; signals at any moment. Nothing is held afterwards.
 
-Everything goes over real sockets to a real server. Limits in time are several times what it should take.
+Everything goes over real sockets to a real server. Limits in time only bound a hang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.server.rig import (
     Server,
     ask_async,
     children,
+    close_sockets,
     put_away,
     read_reply,
     request_bytes,
@@ -39,10 +40,12 @@ from tests.server.rig import (
     spawn,
     wait_ready,
 )
+from tests.waiting import HANG_S, eventually, paused
 
 SEED = 20_261_115
 NUM_DISCONNECTS = 2_000
 NUM_SIGTERMS = 50
+ENDLESS = 3900  # tokens: at 5 ms a step they take 20 s, and nobody waits for the last one
 
 
 def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
@@ -56,16 +59,9 @@ def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **mo
 
 def is_healthy(server: Server) -> bool:
     try:
-        return server.get("/health", timeout_s=5).status == 200
+        return server.get("/health").status == 200
     except OSError:
         return False
-
-
-def wait_until(is_so: Callable[[], object], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in {limit_s} s: {what}"
-        time.sleep(0.02)
 
 
 # Disconnects
@@ -74,7 +70,7 @@ def wait_until(is_so: Callable[[], object], limit_s: float, what: str) -> None:
 @pytest.fixture(scope="module")
 def busy(tiny_model: Path) -> Iterator[Server]:
     """Few run at once, so that a queue forms; prompts are read in small pieces, so that one can leave in prefill."""
-    options = ("--device", "2ms", "--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
+    options = ("--device", "5ms", "--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
     with serving(str(tiny_model), *FAKE, *options, "--max-queue", "2000") as server:
         yield server
 
@@ -85,6 +81,7 @@ class Leaver:
     def __init__(self, server: Server, seed: int) -> None:
         self._server = server
         self._random = random.Random(seed)
+        self.num_interrupted = 0  # left in the middle of an answer, for certain
 
     def leave_often(self, count: int) -> None:
         for _ in range(count):
@@ -105,9 +102,8 @@ class Leaver:
         if chance.random() < 0.2:
             more["cache_salt"] = f"s{chance.randrange(3)}"
         text = "word " * chance.choice((1, 5, 40, 150))
-        request = request_bytes(
-            path, body_for(path, text, chance.choice((1, 5, 200)), stream=chance.random() < 0.6, **more)
-        )
+        num_tokens, is_streaming = chance.choice((1, 5, ENDLESS)), chance.random() < 0.6
+        request = request_bytes(path, body_for(path, text, num_tokens, stream=is_streaming, **more))
         moment = chance.choice(("head", "body", "sent", "waited", "read", "read", "pipelined"))
         if moment in ("head", "body"):
             head = request.index(b"\r\n\r\n")
@@ -118,9 +114,9 @@ class Leaver:
         sock.sendall(request * (3 if moment == "pipelined" else 1))
         if moment == "waited":
             time.sleep(chance.random() * 0.03)
-        elif moment == "read":
-            sock.settimeout(0.5)
+        elif moment == "read" and (is_streaming or num_tokens < ENDLESS):
             sock.recv(chance.choice((1, 100, 3000)))
+            self.num_interrupted += num_tokens == ENDLESS
 
     def _end(self, sock: socket.socket) -> None:
         how = self._random.choice(("fin", "reset", "half"))
@@ -142,20 +138,17 @@ def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
     process = psutil.Process(busy.process.pid)
     busy.chat()
     num_files, worker_pid = process.num_fds(), busy.worker_pid
-    num_threads = 10
-    with ThreadPoolExecutor(num_threads) as pool:
-        for done in [
-            pool.submit(Leaver(busy, SEED + i).leave_often, NUM_DISCONNECTS // num_threads) for i in range(num_threads)
-        ]:
+    leavers = [Leaver(busy, SEED + i) for i in range(10)]
+    with ThreadPoolExecutor(len(leavers)) as pool:
+        for done in [pool.submit(leaver.leave_often, NUM_DISCONNECTS // len(leavers)) for leaver in leavers]:
             done.result()
-    stats = busy.wait_free(60)
+    stats = busy.wait_free()
     assert stats["num_free"] == stats["num_blocks"] - stats.get("num_pinned", 0)
     assert stats["num_shared"] == 0
     assert busy.worker_pid == worker_pid
-    assert num_aborted(busy) > NUM_DISCONNECTS / 4  # many left while they were being served
-    wait_until(
-        lambda: process.num_fds() <= num_files + 2, 15, f"files closed again: {process.num_fds()}, not {num_files}"
-    )
+    num_interrupted = sum(leaver.num_interrupted for leaver in leavers)
+    assert num_aborted(busy) >= num_interrupted > NUM_DISCONNECTS / 50  # who left while they were being served
+    eventually(lambda: process.num_fds() <= num_files + 2, f"files closed again, {num_files} as before")
     assert busy.chat().status == 200
     assert "Traceback" not in busy.log
     assert " ERROR " not in busy.log
@@ -163,30 +156,30 @@ def test_two_thousand_disconnects_hold_nothing(busy: Server) -> None:
 
 @pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
-def test_a_client_that_leaves_frees_its_blocks_long_before_its_answer_is_done(
+def test_a_client_that_leaves_frees_its_blocks_before_its_answer_is_done(
     busy: Server, path: str, is_streaming: bool
 ) -> None:
-    """Its answer would take 6 s; waiting for it would take longer than the limit."""
-    sock = busy.send_request(body_for(path, "Hello", 3000, stream=is_streaming), path)
-    wait_until(lambda: busy.stats()["num_running"], 10, "it runs")
-    left_s = time.monotonic()
+    busy.wait_free()
+    before = num_aborted(busy)
+    sock = busy.send_request(body_for(path, "Hello", ENDLESS, stream=is_streaming), path)
+    eventually(lambda: busy.stats()["num_running"], "it runs")
     sock.close()
-    busy.wait_free(5)
-    assert time.monotonic() - left_s < 5
+    busy.wait_free()
+    assert num_aborted(busy) == before + 1  # it did not come to its end
 
 
 def test_a_client_that_leaves_the_queue_is_not_computed(busy: Server) -> None:
-    runners = [busy.send_request(body_for(CHAT, f"Runner {i}", 3000)) for i in range(6)]
-    wait_until(lambda: busy.stats()["num_running"] == 6, 10, "the machine is full")
-    waiters = [busy.send_request(body_for(CHAT, f"Waiter {i}", 3000, stream=i % 2 == 0)) for i in range(20)]
-    wait_until(lambda: busy.stats()["num_waiting"] == 20, 10, "they wait")
+    runners = [busy.send_request(body_for(CHAT, f"Runner {i}", ENDLESS)) for i in range(6)]
+    eventually(lambda: busy.stats()["num_running"] == 6, "the machine is full")
+    waiters = [busy.send_request(body_for(CHAT, f"Waiter {i}", ENDLESS, stream=i % 2 == 0)) for i in range(20)]
+    eventually(lambda: busy.stats()["num_waiting"] == 20, "they wait")
     for waiter in waiters:
         waiter.close()
-    wait_until(lambda: busy.stats()["num_waiting"] == 0, 10, "nobody waits")
+    eventually(lambda: busy.stats()["num_waiting"] == 0, "nobody waits")
     assert busy.stats()["num_running"] == 6
     for runner in runners:
         runner.close()
-    busy.wait_free(10)
+    busy.wait_free()
 
 
 def test_pipelined_requests_are_answered_in_order_and_cancelled_together(busy: Server) -> None:
@@ -207,16 +200,16 @@ def test_pipelined_requests_are_answered_in_order_and_cancelled_together(busy: S
         assert text.startswith(f"{i}")
     sock = busy.raw()
     sock.sendall(
-        request_bytes(CHAT, body_for(CHAT, "first", 3000)) + request_bytes(CHAT, body_for(CHAT, "second", 3000))
+        request_bytes(CHAT, body_for(CHAT, "first", ENDLESS)) + request_bytes(CHAT, body_for(CHAT, "second", ENDLESS))
     )
-    wait_until(lambda: busy.stats()["num_running"], 10, "the first one runs")
+    eventually(lambda: busy.stats()["num_running"], "the first one runs")
     sock.close()
-    busy.wait_free(5)
+    busy.wait_free()
     with busy.raw() as sock, suppress(ConnectionError):  # a hundred behind one that runs are not kept
-        sock.sendall(request_bytes(CHAT, body_for(CHAT, "first", 3000)) * 100)
+        sock.sendall(request_bytes(CHAT, body_for(CHAT, "first", ENDLESS)) * 100)
         while sock.recv(1 << 16):
             pass
-    busy.wait_free(5)
+    busy.wait_free()
 
 
 def test_it_listens_in_one_place_on_this_machine(busy: Server) -> None:
@@ -297,8 +290,9 @@ def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def fragile(tiny_model: Path) -> Iterator[Server]:
-    options = ("--device", "5ms", "--max-num-seqs", "16", "--hang-limit", "2", "--keep-alive-interval", "30")
-    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", *options) as server:  # for all at once
+    """With room for all at once. A worker that lives is never silent for as long as the hang limit."""
+    options = ("--device", "10ms", "--max-num-seqs", "16", "--hang-limit", "8", "--keep-alive-interval", "300")
+    with serving(str(tiny_model), "--backend", "fake", "--num-blocks", "2500", *options) as server:
         yield server
 
 
@@ -309,8 +303,8 @@ def health_watched(server: Server) -> Iterator[set[tuple[int, str]]]:
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.005):
-            answer = server.get("/health", timeout_s=10)
+        while not is_over.wait(0.01):
+            answer = server.get("/health")
             found.add((answer.status, answer.json["status"]))
 
     with ThreadPoolExecutor(1) as pool:
@@ -328,27 +322,34 @@ def test_a_lost_worker_ends_its_streams_with_errors_and_is_replaced(fragile: Ser
     kinds = ((CHAT, True), (MESSAGES, True), (COMPLETIONS, True), (RESPONSES, True), (CHAT, False), (RESPONSES, False))
     requests = [kinds[i % len(kinds)] for i in range(24)]
     worker_pid = fragile.worker_pid
+    flowing: set[int] = set()
 
-    async def lose() -> tuple[list[Reply], float]:
+    async def lose() -> list[Reply]:
         asked = [
-            asyncio.create_task(ask_async(fragile, path, body_for(path, f"{i}", 3900, stream=stream)))
+            asyncio.create_task(
+                ask_async(
+                    fragile,
+                    path,
+                    body_for(path, f"{i}", ENDLESS, stream=stream),
+                    on_data=lambda _, i=i: flowing.add(i),  # type: ignore[misc]
+                )
+            )
             for i, (path, stream) in enumerate(requests)
         ]
-        deadline = time.monotonic() + 20
-        while (stats := await asyncio.to_thread(fragile.stats))["num_running"] < 16 or stats["num_waiting"] < 8:
-            assert time.monotonic() < deadline, stats
+
+        async def are_there() -> bool:
+            stats = await asyncio.to_thread(fragile.stats)
+            return (stats["num_running"], stats["num_waiting"]) == (16, 8) and len(flowing) >= 8
+
+        while not await are_there():
             await asyncio.sleep(0.02)
         os.kill(worker_pid, number)
-        lost_s = time.monotonic()
-        found = await asyncio.wait_for(asyncio.gather(*asked), 30)
-        return found, time.monotonic() - lost_s
+        return await asyncio.gather(*asked)
 
     with health_watched(fragile) as health:
-        replies, took_s = asyncio.run(lose())
-        assert took_s < 12  # the bar is 2 s, after the 2 s in which a hang is noticed
-        wait_until(lambda: is_healthy(fragile), 60, "serving again")
-    assert (503, "restarting") in health, health
-    assert {status for status, _ in health} == {200, 503}
+        replies = asyncio.run(asyncio.wait_for(lose(), HANG_S))
+        eventually(lambda: is_healthy(fragile), "serving again")
+    assert health <= {(200, "ok"), (503, "restarting"), (503, "stuck")}, health
     for (path, _), reply in zip(requests, replies, strict=True):
         check_loss(path, reply)
     assert sum(reply.status == 200 for reply in replies) >= 8  # of the 16 that ran, those that streamed
@@ -382,7 +383,7 @@ def test_a_worker_that_cannot_come_back_is_waited_for(tiny_model: Path, tmp_path
     with serving(str(model), *FAKE, "--queue-timeout", "5") as server:
         (model / "config.json").rename(model / "away.json")
         os.kill(server.worker_pid, signal.SIGKILL)
-        wait_until(lambda: not is_healthy(server), 10, "it is noticed")
+        eventually(lambda: not is_healthy(server), "it is noticed")
         for path in (CHAT, MESSAGES):
             answer = server.post(path, body_for(path, "Hi", 5, stream=False))
             assert answer.status in (429, 503, 529), answer
@@ -392,8 +393,8 @@ def test_a_worker_that_cannot_come_back_is_waited_for(tiny_model: Path, tmp_path
         assert server.get("/metrics").status == 200
         assert server.get("/health").json["status"] == "restarting"
         (model / "away.json").rename(model / "config.json")
-        wait_until(lambda: is_healthy(server), 60, "serving again")
-        assert server.chat().status == 200
+        eventually(lambda: is_healthy(server), "serving again")
+        eventually(lambda: server.chat().status == 200, "an answer within the queue timeout")
         server.wait_free()
 
 
@@ -401,61 +402,57 @@ def test_a_killed_server_leaves_no_worker_behind(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--device", "2ms") as server:
         relatives = family(server.process.pid)
         assert relatives
-        with server.send_request(body_for(CHAT, "Hi", 3000)) as sock:
-            sock.recv(1)
-            server.process.kill()
-            assert not psutil.wait_procs(relatives, timeout=15)[1]
+        server.begin(body_for(CHAT, "Hi", ENDLESS))
+        server.process.kill()
+        assert not psutil.wait_procs(relatives, timeout=HANG_S)[1]
 
 
 # Overload
 
 
-def test_overload_is_refused_fast_while_the_rest_is_served(tiny_model: Path) -> None:
-    """Six can be taken at a time, sixty ask."""
-    options = ("--device", "2ms", "--max-num-seqs", "2", "--max-queue", "4")
+def test_overload_is_refused_while_the_rest_is_served(tiny_model: Path) -> None:
+    """Six can be taken at a time, sixty ask, and each asks until it is served."""
+    options = ("--device", "5ms", "--max-num-seqs", "2", "--max-queue", "4")
+    served: list[int] = []
+    refused: list[tuple[str, int, Reply]] = []
+
+    async def ask_again(server: Server, number: int) -> None:
+        path = (CHAT, MESSAGES, RESPONSES)[number % 3]
+        while True:
+            reply = await ask_async(server, path, body_for(path, f"{number}", 5, stream=number % 2 == 0))
+            if reply.ending == "done":
+                served.append(number)
+                return
+            refused.append((path, number, reply))
+            await asyncio.sleep(0.1)
+
+    async def flood(server: Server) -> None:
+        clients = [asyncio.create_task(ask_again(server, number)) for number in range(60)]
+        while len({number for _, number, _ in refused}) < 56:  # four wait, and the machine is taken
+            assert not served
+            await asyncio.sleep(0.02)
+        close_sockets()  # those that took it leave
+        await asyncio.gather(*clients)
+
     with serving(str(tiny_model), *FAKE, *options) as server:
-        peak, _ = asyncio.run(flood(server, num_clients=6, seconds=2.0))
-        served, refused = asyncio.run(flood(server, num_clients=60, seconds=4.0))
+        for _ in range(2):
+            server.begin(body_for(CHAT, "first", ENDLESS))
+        asyncio.run(asyncio.wait_for(flood(server), HANG_S))
         server.wait_free()
         assert server.chat().status == 200
-    assert len(served) / 4.0 > len(peak) / 2.0 * 0.3
-    assert len(refused) > len(served)
-    for path, reply, _ in refused:
+    assert sorted(served) == list(range(60))
+    for path, _, reply in refused:
         assert reply.status == (529 if path == MESSAGES else 429)
         assert 1 <= int(reply.headers["retry-after"]) <= 120
         assert reply.headers["x-should-retry"] == "true"
         assert reply.json["error"]["type"] == ("overloaded_error" if path == MESSAGES else "rate_limit_error")
     assert {path for path, _, _ in refused} == {CHAT, MESSAGES, RESPONSES}
-    took_s = sorted(took_s for _, _, took_s in refused)
-    assert took_s[int(len(took_s) * 0.99)] < 3.0
-
-
-Flooded = list[tuple[str, Reply, float]]
-
-
-async def flood(server: Server, *, num_clients: int, seconds: float) -> tuple[Flooded, Flooded]:
-    served: Flooded = []
-    refused: Flooded = []
-    end_s = time.monotonic() + seconds
-
-    async def ask_again(number: int) -> None:
-        path = (CHAT, MESSAGES, RESPONSES)[number % 3]
-        while time.monotonic() < end_s:
-            started_s = time.monotonic()
-            reply = await ask_async(server, path, body_for(path, f"{number}", 20, stream=number % 2 == 0))
-            took_s = time.monotonic() - started_s
-            (served if reply.ending == "done" else refused).append((path, reply, took_s))
-            await asyncio.sleep(0 if reply.status == 200 else 0.1)
-
-    await asyncio.gather(*(ask_again(number) for number in range(num_clients)))
-    return served, refused
 
 
 def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
-    options = ("--device", "5ms", "--max-num-seqs", "1", "--queue-timeout", "1.5", "--keep-alive-interval", "0.5")
+    options = ("--device", "10ms", "--max-num-seqs", "1", "--queue-timeout", "5", "--keep-alive-interval", "0.1")
     with serving(str(tiny_model), *FAKE, *options) as server:
-        first = server.send_request(body_for(CHAT, "first", 3900))
-        wait_until(lambda: server.stats()["num_running"], 10, "the first one runs")
+        eventually(lambda: server.begins(body_for(CHAT, "first", ENDLESS)), "the first one runs")
 
         async def wait_all() -> list[Reply]:
             asked = [(CHAT, False), (MESSAGES, False), (CHAT, True), (MESSAGES, True), (RESPONSES, True)]
@@ -477,38 +474,52 @@ def test_who_waits_too_long_is_told(tiny_model: Path) -> None:
         assert (name, event["type"], event["sequence_number"]) == ("error", "error", 0)
         assert event["message"] == event["error"]["message"]
         assert server.stats()["num_waiting"] == 0
-        first.close()
-        server.wait_free()
+        close_sockets()
 
 
 # Slow clients
 
 
 @pytest.fixture(scope="module")
-def patient(tiny_model: Path) -> Iterator[Server]:
-    """With little patience, in truth."""
-    times = ("--header-timeout", "1", "--body-timeout", "1", "--slow-client-timeout", "1")
-    with serving(str(tiny_model), *FAKE, "--device", "1ms", *times, "--max-connections", "300") as server:
+def strict(tiny_model: Path) -> Iterator[Server]:
+    """With short limits, for clients that are to be cut."""
+    times = ("--header-timeout", "4", "--body-timeout", "4", "--slow-client-timeout", "2")
+    with serving(str(tiny_model), *FAKE, "--device", "1ms", *times) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def patient(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE, "--device", "1ms", "--max-connections", "300") as server:
+        yield server
+
+
+def largest_send_buffer() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
+    except OSError:
+        return 16 << 20
 
 
 @contextmanager
 def stalled(server: Server) -> Iterator[socket.socket]:
-    """A client that asks for 60 MB, more than any buffer holds, and reads none of it."""
+    """A client that asks for twice as much as any buffer holds, and reads none of it."""
+    num_tokens = min(-(-2 * largest_send_buffer() // (8 * 2000)), ENDLESS)  # of eight answers, 2 kB each at least
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.settimeout(HANG_S)
         sock.connect(server.address)
-        server.send_request(body_for(CHAT, "Tell me all", 3000, n=8, logprobs=True, top_logprobs=20), sock=sock)
+        body = body_for(CHAT, "Tell me all", num_tokens, n=8, logprobs=True, top_logprobs=20)
+        server.send_request(body, sock=sock)
         yield sock
 
 
-def test_who_does_not_read_is_cut_and_nobody_else_is(patient: Server) -> None:
-    with stalled(patient) as sleeper:
-        other = asyncio.run(ask_async(patient, CHAT, body_for(CHAT, "And me?", 1500)))
+def test_who_does_not_read_is_cut_and_nobody_else_is(strict: Server) -> None:
+    with stalled(strict) as sleeper:
+        other = asyncio.run(ask_async(strict, CHAT, body_for(CHAT, "And me?", 500)))
         assert other.ending == "done"
-        patient.wait_for("nothing was read .*1 s: cut", 30)
-        patient.wait_free(10)
-        sleeper.settimeout(10)
+        strict.wait_for("nothing was read .*2 s: cut")
+        strict.wait_free()
         received = b""
         with suppress(ConnectionResetError):
             while data := sleeper.recv(1 << 16):
@@ -518,15 +529,15 @@ def test_who_does_not_read_is_cut_and_nobody_else_is(patient: Server) -> None:
 
 
 def test_who_does_not_read_cannot_keep_it_from_ending(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE, "--device", "1ms", "--drain", "0.5") as server, stalled(server) as sleeper:
+    with serving(str(tiny_model), *FAKE, "--drain", "0.5") as server, stalled(server) as sleeper:
         sleeper.recv(1)
-        time.sleep(2)  # until all buffers are full: nothing tells
-        assert server.stop(30) == 0
+        eventually(lambda: not server.stats()["num_running"], "the whole answer waits for its reader")
+        assert server.stop() == 0
         assert "Traceback" not in server.log
 
 
 def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:
-    """Slower than the answer is made, but never still for as long as the limit."""
+    """Slower than the answer is made."""
 
     async def sip() -> Reply:
         reader, writer = await asyncio.open_connection(*patient.address, limit=1 << 14)
@@ -551,14 +562,14 @@ def test_a_slow_reader_who_reads_gets_everything(patient: Server) -> None:
     assert sorted(choice["index"] for choice in ends) == [0, 1, 2, 3]
 
 
-def test_silence_and_half_requests_are_cut(patient: Server) -> None:
+def test_silence_and_half_requests_are_cut(strict: Server) -> None:
     request = request_bytes(CHAT, body_for(CHAT, "Hi", 5))
     head = request.index(b"\r\n\r\n") + 4
     beginnings = (b"", request[:3], request[: head // 2], request[: head - 2], request[:head], request[: head + 10])
 
     async def dawdle(beginning: bytes, drip: bytes) -> bytes:
         """Send so much, then a byte now and then; returns what came until it was cut."""
-        reader, writer = await asyncio.open_connection(*patient.address)
+        reader, writer = await asyncio.open_connection(*strict.address)
         writer.write(beginning)
         reading = asyncio.create_task(reader.read())
         for byte in drip:
@@ -576,40 +587,48 @@ def test_silence_and_half_requests_are_cut(patient: Server) -> None:
     async def dawdle_all() -> list[bytes]:
         silent = [dawdle(beginnings[i % 6], b"") for i in range(180)]
         dripping = [dawdle(start, request[len(start) :][:60]) for start in beginnings * 2]
-        good = [ask_async(patient, CHAT, body_for(CHAT, f"{i}", 20)) for i in range(20)]
+        good = [ask_async(strict, CHAT, body_for(CHAT, f"{i}", 20)) for i in range(20)]
         slow = asyncio.gather(*silent, *dripping)
         for reply in await asyncio.gather(*good):
             assert reply.ending == "done"
-        return await asyncio.wait_for(slow, 15)
+        return await slow
 
-    for answer in asyncio.run(dawdle_all()):
+    for answer in asyncio.run(asyncio.wait_for(dawdle_all(), HANG_S)):
         assert answer.startswith(b"HTTP/1.1 408 "), answer
-    patient.wait_free()
+    strict.wait_free()
 
 
 def test_too_many_connections_are_turned_away_and_those_there_stay(patient: Server) -> None:
-    async def crowd() -> list[bytes]:
-        flowing = asyncio.create_task(ask_async(patient, CHAT, body_for(CHAT, "stay", 1000)))
+    async def crowd() -> tuple[list[bytes], Reply]:
+        flowing = asyncio.Event()
+        stream = asyncio.create_task(
+            ask_async(patient, CHAT, body_for(CHAT, "stay", 1000), on_data=lambda _: flowing.set())
+        )
+        await flowing.wait()
 
         async def come() -> bytes:
-            try:
-                reader, writer = await asyncio.open_connection(*patient.address)
-            except ConnectionError:
-                return b""
+            reader, writer = await asyncio.open_connection(*patient.address)
             try:
                 return await reader.read()
             except ConnectionError:
-                return b""
+                return b"reset"
             finally:
                 writer.transport.abort()
 
-        answers = await asyncio.wait_for(asyncio.gather(*(come() for _ in range(400))), 20)
-        assert (await flowing).ending == "done"
-        return answers
+        waiting = {asyncio.create_task(come()) for _ in range(400)}
+        answers: list[bytes] = []
+        while len(waiting) > 299:  # beside the stream
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            answers += [one.result() for one in done]
+        for one in waiting:
+            one.cancel()
+        return answers, await stream
 
-    answers = asyncio.run(crowd())
-    assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) >= 100
-    assert sum(answer.startswith(b"HTTP/1.1 408 ") for answer in answers) >= 200
+    answers, stream = asyncio.run(asyncio.wait_for(crowd(), HANG_S))
+    assert len(answers) == 101
+    assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+    assert stream.ending == "done"
+    eventually(lambda: is_healthy(patient), "there is room again")
     assert patient.chat().status == 200
 
 
@@ -650,7 +669,7 @@ class Ending:
         replies: list[Reply] = []
         try:
             if self._moment == "starting":
-                wait_until(lambda: has_handler(pid), 60, "it hears signals")
+                eventually(lambda: has_handler(pid), "it hears signals")
                 time.sleep(self._random.random())
                 relatives += family(pid)
                 self._signal()
@@ -663,10 +682,10 @@ class Ending:
                 self._signal()
                 time.sleep(self._random.random() * 0.1)
             relatives += family(pid)
-            assert server.process.wait(60) == 0, f"{self._moment}: {server.log}"
+            assert server.process.wait(HANG_S) == 0, f"{self._moment}: {server.log}"
             for reply in replies:  # whoever was let in gets an answer or an error
                 assert reply.ending in ("done", "error") or reply.status == 0, (self._moment, reply)
-            assert not psutil.wait_procs(relatives, timeout=10)[1], self._moment
+            assert not psutil.wait_procs(relatives, timeout=HANG_S)[1], self._moment
         finally:
             for relative in relatives:
                 if relative.is_running():
@@ -684,7 +703,7 @@ class Ending:
         for _ in range(self._random.choice((1, 2, 2))):
             await asyncio.sleep(self._random.random() * 0.3)
             self._signal()
-        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+        return await asyncio.wait_for(asyncio.gather(*asked), HANG_S)
 
     def _signal(self) -> None:
         if self._server.process.poll() is None:
@@ -702,53 +721,53 @@ def test_sigterm_at_fifty_moments(tiny_model: Path) -> None:
 
 
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE, "--device", "5ms", "--drain", "60") as server:
+    with serving(str(tiny_model), *FAKE, "--device", "5ms") as server:
         relatives = family(server.process.pid)
 
         async def drain() -> tuple[Reply, Reply, Reply]:
             flowing = asyncio.Event()
             stream = asyncio.create_task(
-                ask_async(server, CHAT, body_for(CHAT, "Hi", 600), on_data=lambda _: flowing.set())
+                ask_async(server, CHAT, body_for(CHAT, "Hi", 100), on_data=lambda _: flowing.set())
             )
             await flowing.wait()
-            server.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(server.wait_for, "finishing")
-            ready = await ask_async(server, "/ready", None, method="GET")
-            late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
+            with paused(server.worker_pid):  # the stream cannot end meanwhile
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(server.wait_for, "finishing")
+                ready = await ask_async(server, "/ready", None, method="GET")
+                late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
             return await stream, ready, late
 
-        stream, ready, late = asyncio.run(drain())
+        stream, ready, late = asyncio.run(asyncio.wait_for(drain(), HANG_S))
         assert stream.ending == "done"
         assert (ready.status, ready.json["status"]) == (503, "draining")
         assert late.status == 503
         assert late.headers["retry-after"]
-        assert server.process.wait(20) == 0
-        assert not psutil.wait_procs(relatives, timeout=10)[1]
+        assert server.process.wait(HANG_S) == 0
+        assert not psutil.wait_procs(relatives, timeout=HANG_S)[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) -> None:
-    """The stream would take 19 s and the drain allows 60."""
-    with serving(str(tiny_model), *FAKE, "--device", "5ms", "--drain", "60") as server:
+    """The drain would allow the streams to go on for longer than the test waits."""
+    with serving(str(tiny_model), *FAKE, "--device", "20ms") as server:
 
         async def cut() -> list[Reply]:
             flowing = asyncio.Event()
             streams = [
                 asyncio.create_task(
-                    ask_async(server, path, body_for(path, "Hi", 3900), on_data=lambda _: flowing.set())
+                    ask_async(server, path, body_for(path, "Hi", ENDLESS), on_data=lambda _: flowing.set())
                 )
                 for path in (CHAT, MESSAGES, RESPONSES)
             ]
             await flowing.wait()
             server.process.send_signal(number)
             await asyncio.to_thread(server.wait_for, "finishing")
-            assert not streams[0].done()
             server.process.send_signal(number)
-            return await asyncio.wait_for(asyncio.gather(*streams), 10)
+            return await asyncio.gather(*streams)
 
-        for reply in asyncio.run(cut()):
+        for reply in asyncio.run(asyncio.wait_for(cut(), HANG_S)):
             assert reply.status in (200, 503)
             assert reply.ending == "error"
             text = json.dumps(reply.events[-1][1] if reply.status == 200 else reply.json)
             assert "shutting down" in text
-        assert server.process.wait(10) == 0
+        assert server.process.wait(HANG_S) == 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.weights.hub import DEFAULT_MODEL
-from tests.cli.runs import Terminal, quire
+from tests.cli.runs import LIMIT_S, Terminal, quire
 from tests.server.rig import Server, serving
 
 KEY = "command-0000-key"
@@ -118,7 +118,7 @@ def test_ctrl_c_ends_the_work_there(server: Server) -> None:
         assert run.stdout.read(3)
         assert server.stats()["num_running"] == 1
         run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130
+        assert run.wait(LIMIT_S) == 130
     server.wait_free()
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from quire.weights.hub import DEFAULT_MODEL
 from tests.server.rig import Server, serving
+from tests.waiting import HANG_S
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -44,7 +45,7 @@ def server(default_model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=HANG_S) as client:
         yield client
 
 

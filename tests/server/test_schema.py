@@ -304,7 +304,7 @@ def shown(document: dict[str, Any], tmp_path: Path, key: str = "") -> dict[str, 
     (tmp_path / "browser.js").write_text(BROWSER)
     given = json.dumps({"script": inline("script"), "document": document, "key": key})
     outcome = subprocess.run(
-        ["node", str(tmp_path / "browser.js")], input=given, capture_output=True, text=True, timeout=60, check=False
+        ["node", str(tmp_path / "browser.js")], input=given, capture_output=True, text=True, check=False
     )
     assert outcome.returncode == 0, outcome.stderr
     page: dict[str, Any] = json.loads(outcome.stdout)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.rig import Server, children, command_line, serving
 from tests.tiny import write_tiny_model
+from tests.waiting import eventually
 
 BUDGET_BYTES = 500 << 20
 TOLERANCE_BYTES = 24 << 20  # what allocators may keep of a model that came and went
@@ -93,8 +94,8 @@ def test_a_worker_that_is_killed_takes_no_answer_of_the_other_with_it(server: Se
     stream.close()
     assert words(data) == words(undisturbed)
     assert b"data: [DONE]" in data
-    assert server.chat(model="dummy").status == 200  # another worker has taken its place
-    assert victim not in workers(server)
+    eventually(lambda: victim not in workers(server), "its death is noticed")
+    eventually(lambda: server.chat(model="dummy").status == 200, "another worker has taken its place")
 
 
 def words(data: bytes) -> str:

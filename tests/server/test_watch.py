@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.core.request import Priority
@@ -28,6 +27,7 @@ from quire.server.records import RequestRecord
 from quire.server.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
 from quire.server.watch_view import BlocksAnswer, WatchedEngine, WatchSnapshot
 from tests.server.rig import FAKE, Server, ask_async, serving
+from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 
 ALICE, BOB, ROOT = "sk-alice-0000001", "sk-bob-000000001", "sk-root-00000001"
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
@@ -48,11 +48,21 @@ def locked(tiny_model: Path) -> Iterator[Server]:
 
 
 def snapshot(server: Server, key: str | None = None) -> WatchSnapshot:
+    """One in which every worker has said all it has to say: a busy machine may show others before."""
     headers = None if key is None else {"authorization": f"Bearer {key}"}
-    answer = server.get("/v1/watch?once=true&interval_ms=100", headers=headers)
-    assert answer.status == 200, answer
-    assert answer.headers["content-type"] == "application/json"
-    return msgspec.json.decode(answer.body, type=WatchSnapshot)  # it is what the schema says
+
+    def whole() -> WatchSnapshot | None:
+        answer = server.get("/v1/watch?once=true&interval_ms=100", headers=headers)
+        assert answer.status == 200, answer
+        assert answer.headers["content-type"] == "application/json"
+        found = msgspec.json.decode(answer.body, type=WatchSnapshot)  # it is what the schema says
+        engines = [model.engine for model in found.models]
+        is_whole = all(one is not None and one.blocks is not None and not one.blocks.num_pending for one in engines)
+        return found if is_whole else None
+
+    found = eventually(whole, "a whole snapshot")
+    assert found is not None
+    return found
 
 
 def body(text: str = LONG, **more: Any) -> dict[str, Any]:
@@ -62,9 +72,7 @@ def body(text: str = LONG, **more: Any) -> dict[str, Any]:
 
 def running(server: Server, text: str = LONG, **more: Any) -> socket.socket:
     """A request that streams until the socket is closed."""
-    sock = server.send_request(body(text, **more))
-    assert sock.recv(1)
-    return sock
+    return server.begin(body(text, **more))
 
 
 class Stream:
@@ -74,7 +82,7 @@ class Stream:
         self.sock = socket.socket()
         if buffer is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        self.sock.settimeout(20)
+        self.sock.settimeout(HANG_S)
         self.sock.connect(server.address)
         key = server.key if key is None else key
         who = "" if key is None else f"authorization: Bearer {key}\r\n"
@@ -98,6 +106,12 @@ class Stream:
         frame, self._data = self._data[:end], self._data[end + 2 :]
         return msgspec.json.decode(frame[frame.index(b"data: ") + 6 :], type=WatchSnapshot)
 
+    def until(self, is_so: Callable[[WatchedEngine], object]) -> WatchedEngine:
+        """The engine of the first model, in the first snapshot in which it is so."""
+        while (engine := self.next().models[0].engine) is None or not is_so(engine):
+            pass
+        return engine
+
 
 def test_an_idle_server_says_so(server: Server) -> None:
     server.wait_free()
@@ -120,22 +134,21 @@ def test_an_idle_server_says_so(server: Server) -> None:
 
 def test_what_runs_is_shown_with_its_blocks_and_its_pace(server: Server) -> None:
     with closing(Stream(server, "interval_ms=200")) as stream, running(server), running(server):
-        found = [stream.next() for _ in range(12)]
-        last = found[-1]
-        engine = last.models[0].engine
-        assert engine is not None
+        early = stream.until(lambda one: one.num_running == 2 and one.blocks and one.blocks.counts.shared)
+        num_before = early.requests[0].completion_tokens
+        engine = stream.until(
+            lambda one: one.decode_tokens_per_s and one.requests[0].tokens_per_s
+            and one.requests[0].completion_tokens > num_before
+        )  # fmt: skip
         assert engine.blocks is not None
         assert engine.num_running == 2
         assert engine.num_steps > 0
-        assert engine.decode_tokens_per_s > 10
         first, second = engine.requests
         assert first.is_running
         assert first.endpoint == "/v1/chat/completions"
         assert (first.tier, first.key, first.num_samples) == ("normal", "local", 1)
         assert second.cached_tokens == second.prompt_tokens - 1  # the second came after the first
-        assert first.completion_tokens > found[-4].models[0].engine.requests[0].completion_tokens  # type: ignore[union-attr]
         assert first.num_blocks * 32 >= first.computed_tokens > first.prompt_tokens
-        assert first.tokens_per_s > 5
         # Both hold the same prompt: its full blocks are shared, and say by whom.
         assert engine.blocks.counts.shared >= first.prompt_tokens // 32 - 1
         assert engine.blocks.max_holders == 2
@@ -160,25 +173,16 @@ def test_a_worker_that_has_hardly_answered_is_shown_as_far_as_it_is_known(tiny_m
     """It answers between steps, and a map of so many blocks takes 40 answers."""
     options = ("--backend", "fake", "--num-blocks", "20001", "--device", "200ms", "--max-num-seqs", "1")
     with serving(str(tiny_model), *options) as server, ExitStack() as stack:
-        os.kill(server.worker_pid, signal.SIGSTOP)  # as in a long first step
-        stack.callback(os.kill, server.worker_pid, signal.SIGCONT)
+        resume = stack.enter_context(paused(server.worker_pid))  # as in a long first step
         for _ in range(2):
             stack.enter_context(server.send_request(body()))
         stream = stack.enter_context(closing(Stream(server, "interval_ms=100")))
-
-        def wait_for(is_there: Callable[[WatchedEngine], bool]) -> WatchedEngine:
-            deadline = time.monotonic() + 10
-            while (engine := stream.next().models[0].engine) is None or not is_there(engine):
-                assert engine is not None  # never, once it is loaded
-                assert time.monotonic() < deadline, engine
-            return engine
-
-        silent = wait_for(lambda engine: engine.num_waiting == 2)
+        silent = stream.until(lambda engine: engine.num_waiting == 2)
         assert (silent.age_s, silent.blocks) == (None, None)
         assert [one.is_running for one in silent.requests] == [False, False]
         assert [tier.num_waiting for tier in silent.tiers] == [0, 2, 0]
-        os.kill(server.worker_pid, signal.SIGCONT)
-        known = wait_for(lambda engine: engine.blocks is not None and engine.blocks.counts.in_use > 0)
+        resume()
+        known = stream.until(lambda engine: engine.blocks is not None and engine.blocks.counts.in_use > 0)
         assert known.blocks is not None
         assert known.blocks.num_pending > 0
         assert [one.is_running for one in known.requests] == [True, False]
@@ -191,19 +195,21 @@ def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
     after = snapshot(server).models[0].engine
     assert before is not None
     assert after is not None
-    assert after.num_ttft == before.num_ttft + 2
-    assert 0 < (after.ttft_s_p50 or 0) <= (after.ttft_s_p95 or 0) < 20
+    assert after.num_ttft >= 2  # of the last minutes
+    assert 0 < (after.ttft_s_p50 or 0) <= (after.ttft_s_p95 or 0)
     assert after.num_hit_tokens > before.num_hit_tokens
 
 
 def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
-    with serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1") as server, ExitStack() as stack:
+    with (
+        serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1", "--patience", "600") as server,
+        ExitStack() as stack,
+    ):
         stack.enter_context(running(server, priority="high"))
         for tier in ("low", "low", "normal"):
             stack.enter_context(server.send_request(body(priority=tier)))
-        deadline = time.monotonic() + 10
-        while (engine := snapshot(server).models[0].engine) is None or engine.num_waiting < 3:
-            assert time.monotonic() < deadline, engine
+        watching = stack.enter_context(closing(Stream(server, "interval_ms=100")))
+        engine = watching.until(lambda one: one.num_waiting == 3 and one.age_s is not None)
         waiting = {tier.tier: tier for tier in engine.tiers}
         assert [waiting[name].num_waiting for name in ("high", "normal", "low")] == [0, 1, 2]
         assert waiting["low"].oldest_age_s > 0
@@ -224,20 +230,21 @@ def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
 def test_one_clock_for_all_and_so_many_watchers_at_most(server: Server) -> None:
     with ExitStack() as stack:
         streams = [stack.enter_context(closing(Stream(server, "interval_ms=300"))) for _ in range(MAX_WATCHERS)]
-        rounds = [[stream.next() for stream in streams] for _ in range(4)]
-        for found in rounds[1:]:
-            assert len({one.tick for one in found}) <= 2  # all of them see the same ticks
-            assert found[-1].num_watchers == MAX_WATCHERS
+        made: dict[int, float] = {}
+        seen: list[set[int]] = [set() for _ in streams]
+        while not set.intersection(*seen):  # all of them see the same ticks, each of which is made once
+            for stream, ticks in zip(streams, seen, strict=True):
+                found = stream.next()
+                ticks.add(found.tick)
+                assert made.setdefault(found.tick, found.at) == found.at
+        assert streams[-1].next().num_watchers == MAX_WATCHERS
         refused = server.get("/v1/watch")
         assert refused.status == 429
         assert str(MAX_WATCHERS) in refused.json["error"]["message"]
         assert refused.headers["retry-after"]
         assert server.get("/v1/watch?once=true").status == 429
         assert server.chat().status == 200
-    deadline = time.monotonic() + 10
-    while server.get("/v1/watch?once=true").status != 200:  # who leaves makes room
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: server.get("/v1/watch?once=true").status == 200, "who leaves makes room")
 
 
 def test_one_key_leaves_places_for_others(locked: Server) -> None:
@@ -257,15 +264,12 @@ def test_one_key_leaves_places_for_others(locked: Server) -> None:
 def test_nothing_is_asked_of_a_worker_while_nobody_watches(server: Server) -> None:
     snapshot(server)
     server.wait_free()
-    time.sleep(1.2)  # the audit that follows work
-    worker = psutil.Process(server.worker_pid)
-    before = worker.num_ctx_switches().voluntary
-    time.sleep(1.0)
-    assert worker.num_ctx_switches().voluntary - before < 5
+    worker = server.worker_pid
+    eventually(lambda: is_asleep(worker, window_s=1.0), "the worker sleeps")  # after the audit that follows work
+    before = num_switches(worker)
     with closing(Stream(server, "interval_ms=100")) as stream:
-        for _ in range(10):
+        while num_switches(worker) < before + 8:  # it would not, if it were asked
             stream.next()
-        assert worker.num_ctx_switches().voluntary - before >= 8  # and this would show
 
 
 @pytest.mark.parametrize(
@@ -343,24 +347,21 @@ def test_two_keys_that_watch_at_once_see_their_own(locked: Server) -> None:
 
 
 def test_a_worker_that_dies_is_shown_and_its_successor_too_and_the_server_ends_though_somebody_watches(
-    tiny_model: Path,
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    with serving(str(tiny_model), *FAKE) as server, closing(Stream(server, "interval_ms=100")) as stream:
+    model = tmp_path / "tiny"
+    shutil.copytree(tiny_model, model)
+    with serving(str(model), *FAKE) as server, closing(Stream(server, "interval_ms=100")) as stream:
         assert stream.next().models[0].state == "ready"
+        (model / "config.json").rename(model / "away.json")  # no other can start until the death is seen
         os.kill(server.worker_pid, signal.SIGKILL)
-        states: list[str] = []
-        deadline = time.monotonic() + 30
-        while not states or states[-1] != "ready" or len(set(states)) == 1:
-            found = stream.next().models[0]
-            states.append(found.state if found.engine else "loading" if found.state == "ready" else found.state)
-            assert time.monotonic() < deadline, states
-        while (engine := stream.next().models[0].engine) is None or engine.num_restarts != 1:
-            assert time.monotonic() < deadline
+        while stream.next().models[0].engine is not None:
+            pass
+        (model / "away.json").rename(model / "config.json")
+        engine = stream.until(lambda one: one.num_restarts and one.blocks is not None and not one.blocks.num_pending)
         assert engine.blocks is not None
         assert engine.blocks.counts.free == engine.blocks.num_blocks
-        begin_s = time.monotonic()
-        assert server.stop(20) == 0
-        assert time.monotonic() - begin_s < 10
+        assert server.stop() == 0
 
 
 def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
@@ -376,17 +377,15 @@ def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
             )
 
         asyncio.run(crowd())
-        answer = server.get("/v1/watch?once=true&interval_ms=100")
-        found = msgspec.json.decode(answer.body, type=WatchSnapshot)
+        found = snapshot(server)
         engine = found.models[0].engine
         assert engine is not None
         blocks = engine.blocks
         assert blocks is not None
-        assert blocks.num_pending == 0
         assert (blocks.num_blocks, blocks.blocks_per_cell) == (100_000, 50)
         assert sum(run.num_cells for run in blocks.cells) == 2000
         assert sum(run.num_cells * run.num_cached for run in blocks.cells) == blocks.counts.cached > 24
-        assert len(answer.body) < 64 << 10
+        assert len(msgspec.json.encode(found)) < 64 << 10
 
 
 # Without a server

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire.text import child as child_module
 from quire.text.child import Child, Died, NoAnswer, TooSlow
+from tests.waiting import HANG_S
 
 SCRIPT = """
 import json, sys, time
@@ -22,10 +24,12 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Child:
+def child(tmp_path: Path) -> Iterator[Child]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return Child(script)
+    child = Child(script)
+    yield child
+    child.kill()
 
 
 @pytest.mark.parametrize(
@@ -43,14 +47,14 @@ def test_no_answer_says_why_and_another_child_is_started(
     child: Child, order: dict[str, object], kind: type[NoAnswer], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert child.start()
-    assert child.ask({"a": "ł" * 200_000}, 10) == {"a": "ł" * 200_000}  # more than a pipe holds
+    assert child.ask({"a": "ł" * 200_000}, HANG_S) == {"a": "ł" * 200_000}  # more than a pipe holds
     assert not child.start()
     monkeypatch.setattr(child_module, "MAX_ANSWER_BYTES", 2000 if "then" in order else 1 << 20)
     with pytest.raises(kind, match=words) as caught:
-        child.ask(order, 0.3 if "sleep" in order else 10)
+        child.ask(order, 0.3 if "sleep" in order else HANG_S)
     assert getattr(caught.value, "returncode", 3) == 3
     assert child.start()
-    assert child.ask({"b": 1}, 10) == {"b": 1}
+    assert child.ask({"b": 1}, HANG_S) == {"b": 1}
     child.kill()
     child.kill()
 

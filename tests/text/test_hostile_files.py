@@ -166,7 +166,7 @@ def test_mutants_load_or_are_refused() -> None:
     assert min(seen.values()) > 5, seen
 
 
-def test_large_vocabularies_are_built_in_seconds() -> None:
+def test_large_vocabularies_are_built_in_seconds_of_a_core() -> None:
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz\u2581"
     pieces = list(dict.fromkeys("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(300_000)))[:262_000]
@@ -178,7 +178,7 @@ def test_large_vocabularies_are_built_in_seconds() -> None:
         KEY + "token_type": [2, 3, 3] + [1] * (len(tokens) - 3),
         KEY + "unknown_token_id": 0,
     }
-    started = time.monotonic()
+    before_s = time.process_time()
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert time.monotonic() - started < 30  # some 2 s; a machine busy with other tests takes longer
+    assert time.process_time() - before_s < 60  # some 2 s; a quadratic algorithm would take hours
     assert tokenizer.decode(tokenizer.encode_plain("some words")) == "some words"

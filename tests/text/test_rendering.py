@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from quire.errors import TemplateError
-from quire.text.rendering import Renderer, TemplateRefusal
+from quire.text.rendering import RENDER_LIMIT_S, Renderer, TemplateRefusal
+from tests.waiting import eventually
 
 GOOD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
@@ -55,25 +57,31 @@ def good() -> Iterator[Renderer]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_an_error(name: str) -> None:
-    renderer = Renderer(HOSTILE[name])
-    started = time.monotonic()
-    with pytest.raises(TemplateError):
+    with closing(Renderer(HOSTILE[name])) as renderer, pytest.raises(TemplateError) as caught:
         renderer.check(HELLO)
-    assert time.monotonic() - started < 6  # a fresh process and 1 s, or 3 s of computing where compiling does it
-    renderer.close()
+    assert "did not finish within 60 s" not in str(caught.value)  # by its own process, not by our patience
 
 
 def test_the_renderer_lives_on_after_a_hostile_render() -> None:
     source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     source += "{% endfor %}{% elif messages[0].content == 'fill' %}{{ 'a' * 999999999 }}{% else %}fine{% endif %}"
-    renderer = Renderer(source)
-    for content, message in (("loop", "did not finish within 1 s"), ("fill", "memory")):
-        started = time.monotonic()
-        with pytest.raises(TemplateError, match=message):
-            renderer.render({"messages": [{"role": "user", "content": content}]})
-        assert time.monotonic() - started < 3
-        assert renderer.render(HELLO) == "fine"
-    renderer.close()
+    with closing(Renderer(source)) as renderer:
+        for content, message in (("loop", "did not finish within 1 s of computing"), ("fill", "memory")):
+            with pytest.raises(TemplateError, match=message):
+                renderer.render({"messages": [{"role": "user", "content": content}]})
+            assert renderer.render(HELLO) == "fine"
+
+
+def test_a_render_is_not_refused_because_the_machine_is_busy(good: Renderer) -> None:
+    """A process that gets no time to compute at first, for longer than its limit of computing."""
+    good.warm_up()
+    pid = process_of(good).pid
+    os.kill(pid, signal.SIGSTOP)
+    waking = threading.Timer(RENDER_LIMIT_S + 0.5, os.kill, (pid, signal.SIGCONT))
+    waking.start()
+    assert good.render(HELLO) == "<user>hi"
+    waking.join()
+    assert process_of(good).pid == pid
 
 
 def process_of(renderer: Renderer) -> subprocess.Popen[bytes]:
@@ -116,12 +124,7 @@ def test_the_child_dies_with_its_parent() -> None:
         "print(r._child._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    for _ in range(100):
-        if not _is_running(int(done.stdout)):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the template's process outlived its parent")
+    eventually(lambda: not _is_running(int(done.stdout)), "the template's process ends with its parent")
 
 
 def _is_running(pid: int) -> bool:

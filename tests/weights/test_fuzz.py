@@ -14,7 +14,7 @@ FIRST_SEED = 20_000
 
 def test_every_mutant_loads_or_is_refused() -> None:
     command = [sys.executable, "-m", "tests.weights.fuzz_child", str(FIRST_SEED), str(MUTANTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["target"] for one in counts] == [target.name for target in TARGETS]

@@ -69,9 +69,7 @@ def ptxas_problem() -> str | None:
     """Why there is no assembler for GPUs here; None: there is one."""
     script = "from triton import knobs; print(knobs.nvidia.ptxas.path)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     if found.returncode:
         return "Triton finds no ptxas for this platform: " + found.stderr.strip().rsplit("\n", 1)[-1]
     return None
@@ -87,7 +85,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     folders = [str(write_config(name, tmp_path / name)) for name in CONFIGS]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.torch.compile_child", *folders],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
+        capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = {path.stem for path in cache.glob("*/*.cubin")}

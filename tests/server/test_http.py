@@ -1,0 +1,173 @@
+"""The timers of one connection and of one stream, on a clock of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import pytest
+from uvicorn.server import ServerState
+
+from quire.server.errors import ApiError, Kind
+from quire.server.http import LINGER_S, HttpProtocol, make_config
+from quire.server.openai.errors import OPENAI
+from quire.server.stream import KEEP_ALIVE, EventStream
+from quire.server.work import Work
+
+SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
+
+
+class Timer:
+    def __init__(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.delay_s = delay_s
+        self.call = call
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Loop:
+    """Time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+
+    def call_later(self, delay_s: float, call: Callable[..., None], *values: object) -> Timer:
+        self.timers.append(Timer(delay_s, lambda: call(*values)))
+        return self.timers[-1]
+
+    def fire(self, delay_s: float) -> None:
+        """The one timer with this delay runs out."""
+        (timer,) = [timer for timer in self.timers if timer.delay_s == delay_s and not timer.is_cancelled]
+        self.timers.remove(timer)
+        timer.call()
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.num_unread = 0
+        self.written = b""
+        self.is_aborted = self.is_closed = False
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.is_closed or self.is_aborted
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.loop, self.transport = Loop(), Transport()
+        config = make_config(lambda: None, certfile=None, keyfile=None, root_path="")
+        config.load()
+        self.protocol = HttpProtocol(config, ServerState(), {}, cast(asyncio.AbstractEventLoop, self.loop))
+        self.protocol.connection_made(cast(asyncio.Transport, self.transport))
+
+
+def test_a_slow_reader_has_its_time_and_one_that_does_not_read_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    connection = Connection()
+    transport = connection.transport
+    transport.num_unread = 100_000
+    connection.protocol.pause_writing()
+    for num_unread in (99_999, 70_000, 10):
+        transport.num_unread = num_unread
+        connection.loop.fire(SLOW_S)
+        assert not transport.is_aborted
+    connection.loop.fire(SLOW_S)
+    assert transport.is_aborted
+    assert "nothing was read by a client for 30 s: cut" in caplog.text
+
+
+def test_a_reader_that_has_read_enough_is_not_watched() -> None:
+    connection = Connection()
+    connection.transport.num_unread = 100_000
+    connection.protocol.pause_writing()
+    connection.protocol.resume_writing()
+    assert all(timer.is_cancelled for timer in connection.loop.timers if timer.delay_s == SLOW_S)
+
+
+def test_a_connection_without_headers_is_told_so_and_closed() -> None:
+    connection = Connection()
+    connection.protocol.data_received(b"GET /health HTTP/1.1\r\nhost: local")
+    connection.loop.fire(HEADER_S)
+    assert connection.transport.written.startswith(b"HTTP/1.1 408 ")
+    assert connection.transport.is_closed
+    connection.loop.fire(LINGER_S)  # it does not read that either
+    assert connection.transport.is_aborted
+
+
+class Failing:
+    """Events that never come: an error, as soon as it is let through."""
+
+    def __init__(self, error: ApiError) -> None:
+        self.error = error
+        self.may_fail = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await self.may_fail.wait()
+        raise self.error
+
+
+class SilentWork:
+    """As much of a work as a stream needs."""
+
+    request_id = "req_1"
+    is_closed = False
+
+    def close(self, error: Exception | None) -> None:
+        self.is_closed = True
+        self.error = error
+
+
+def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
+    """What fails before that has a status of its own; what fails later is an event."""
+
+    async def serve() -> list[Any]:
+        sent: list[Any] = []
+        events = Failing(ApiError(Kind.OVERLOADED, "waited too long", reason="queue_timeout"))
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message.get("body") == KEEP_ALIVE:
+                events.may_fail.set()
+
+        stream = EventStream(cast(Work, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
+        await stream.begin()
+        await stream({}, cast(Any, None), send)
+        return sent
+
+    head, *bodies = asyncio.run(serve())
+    assert head["status"] == 200
+    assert bodies[0]["body"] == KEEP_ALIVE
+    assert b"waited too long" in bodies[-2]["body"]
+    assert bodies[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_what_fails_before_the_first_keep_alive_has_a_status_of_its_own() -> None:
+    async def serve() -> None:
+        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), SilentWork()
+        events.may_fail.set()
+        stream = EventStream(cast(Work, work), events, {}, OPENAI, keep_alive_s=600)
+        with pytest.raises(ApiError, match="the queue is full"):
+            await stream.begin()
+        assert work.is_closed
+
+    asyncio.run(serve())
