@@ -15,6 +15,7 @@ from quire.errors import InvalidRequest
 from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.tool_formats import ToolFormat
+from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import Tool, ToolChoice, ToolMode
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
@@ -24,7 +25,7 @@ _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
 _SAID_OF_VALUES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated"))  # no constraint
 _SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _VALUES = frozenset(("const", "enum", "required", "x-guidance"))
-_NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}  # of a tool without a schema
+_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties")
 
 
 def answer_grammar(
@@ -49,8 +50,13 @@ def answer_grammar(
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The schema its arguments are held to: the tool's own, without annotations. It allows the same values."""
-    schema = _stripped(tool.parameters) if tool.parameters else _NO_ARGUMENTS
+    """The schema its arguments are held to: without what constrains nothing, and without room for made-up arguments.
+
+    What this allows, the tool's own schema allows too.
+    """
+    schema = _stripped(tool.parameters or NO_PARAMETERS)
+    if "allOf" not in json.dumps(schema):
+        schema = _closed(schema)
     return {**schema, "type": "object", "x-guidance": _guidance(is_lenient=not tool.is_strict)}
 
 
@@ -189,3 +195,22 @@ def _stripped(schema: Any) -> Any:
         elif key not in _SAID_OF_VALUES:
             kept[key] = _stripped(value)
     return kept
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the properties it names and no others, where it leaves that open."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES or key == "not":
+            closed[key] = value
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[key] = {name: _closed(item) for name, item in value.items()}
+        else:
+            closed[key] = _closed(value)
+    if "properties" in schema and "additionalProperties" not in schema and not any(key in schema for key in _COMBINED):
+        closed["additionalProperties"] = False
+    return closed

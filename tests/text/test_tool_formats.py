@@ -375,7 +375,6 @@ FORCED: list[tuple[str, ToolChoice, Grammar | None, Opening | None, dict[str, st
         "": "whole", "Hi": "whole", "Hi <tool": "whole", "Hi <tool_call>": "part", "Hi <tool_call>x": "no",
         HERMES_GET: "whole", f"Hi\n{HERMES_GET}\n{HERMES_NOW}": "whole", f"{HERMES_NOW} x": "no",
         '<tool_call>\n{"name": "other"': "no", '<tool_call>\n{"name": "get", "arguments": {"b"': "no",
-        HERMES_GET.replace("3}", '3, "b": []}'): "whole", HERMES_NOW.replace("{}", '{"b"'): "no",
         "\n".join([HERMES_GET] * 100): "whole",
     }),
     ("hermes", ToolChoice(is_parallel=False), None, None, {HERMES_GET: "whole", f"{HERMES_GET}\n<": "no"}),
@@ -461,25 +460,27 @@ def test_many_tools_find_their_line() -> None:
         answer_grammar(IN_WORDS, (large,), AUTO, None, None, control_id)
 
 
-def test_a_tools_schema_loses_what_constrains_nothing_and_nothing_else() -> None:
+def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() -> None:
     inner = {"type": "object", "properties": {"title": {"type": "string", "title": "T"}}}
     given = {
         "title": "X",
         "description": "d",
         "properties": {"description": {"$ref": "#/$defs/d"}, "list": {"type": "array", "items": inner}},
-        "$defs": {"d": {"const": {"title": 1}, "default": 2}, "t": {"type": "string", "format": "time"}},
+        "$defs": {"d": {"const": {"title": 1}, "default": 2}},
     }
     made = tool_schema(Tool("f", "", given, is_strict=False))
     assert made.pop("x-guidance")["lenient"] is True
-    stripped = {"type": "object", "properties": {"title": {"type": "string"}}}
+    closed = {"type": "object", "properties": {"title": {"type": "string"}}, "additionalProperties": False}
     assert made == {
         "type": "object",
-        "properties": {"description": {"$ref": "#/$defs/d"}, "list": {"type": "array", "items": stripped}},
-        "$defs": {"d": {"const": {"title": 1}}, "t": {"type": "string", "format": "time"}},
+        "properties": {"description": {"$ref": "#/$defs/d"}, "list": {"type": "array", "items": closed}},
+        "$defs": {"d": {"const": {"title": 1}}},
+        "additionalProperties": False,
     }
-    closed = {"properties": {}, "additionalProperties": False}
-    assert tool_schema(Tool("f", "", closed))["additionalProperties"] is False
-    assert tool_schema(Tool("f"))["additionalProperties"] is False  # no parameters: no arguments
+    several: dict[str, Any] = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert "additionalProperties" not in json.dumps(tool_schema(Tool("f", "", several)))
+    opened = {"properties": {}, "additionalProperties": {"type": "string"}}
+    assert tool_schema(Tool("f", "", opened))["additionalProperties"] == {"type": "string"}
 
 
 @pytest.mark.parametrize(
