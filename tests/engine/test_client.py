@@ -260,7 +260,7 @@ def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeyp
 
 def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, **SLOW, max_seqs=1, patience_s=600.0) as engine:
+        async with client(tiny_model, **SLOW, max_seqs=1) as engine:
             running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
             await until(lambda: running.is_started)
             others = [

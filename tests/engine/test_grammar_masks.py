@@ -137,7 +137,6 @@ CALLS = {
     "a word over and over": ('{"text": "' + "ha " * 100 + '"}', 1),
     "100 booleans": ('{"text": "", "flags": [' + "false, " * 99 + "false]}", 1),
     "a time": ('{"text": "", "at": "12:34:56.' + "1" * 30 + 'Z"}', 1),
-    "an argument that the schema does not name": ('{"text": "", "tone": "' + "-" * 200 + '"}', 1),
     "the same call over and over": ('{"text": "ha"}', 40),
 }
 THOUGHT = 'Hm. I "could <tool_call> ' + "ha " * 100 + "</think>\n"

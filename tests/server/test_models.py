@@ -361,6 +361,9 @@ def test_keys_are_counted_over_all_models_and_queues_by_model(folder: Path, tmp_
         assert ask("a", plain).json["error"]["code"] == "server_overloaded"  # a's queue is full
         server.send_request({**LONG, "model": "b"})  # b's is not
         eventually(lambda: server.stats_of("b")["num_waiting"], "one waits for b")
+        for name in "ab":  # this key may also ask for a lower tier, which has a queue of its own
+            server.send_request({**LONG, "model": name, "priority": "low"})
+            eventually(lambda model=name: server.stats_of(model)["num_waiting"] == 2, "two wait")  # type: ignore[misc]
         refused = server.post("/v1/chat/completions", data=b"no JSON", headers=plain)
         assert refused.status == 429  # both are full: the body was not even read
         forbidden = server.post("/v1/models/unload", {"model": "a"}, headers=plain)

@@ -202,7 +202,7 @@ def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
 
 def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:
     with (
-        serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1", "--patience", "600") as server,
+        serving(str(tiny_model), *FAKE, *SLOW, "--max-num-seqs", "1") as server,
         ExitStack() as stack,
     ):
         stack.enter_context(running(server, priority="high"))

@@ -764,7 +764,7 @@ class World:
         num_steps = len(request.tokens) // self.setup.max_chunk_tokens
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
         cache = scheduler.cache
-        num_held = sum(len(victim.block_table) for victim in victims) + cache.pins.num_blocks
+        num_held = sum(len(victim.block_table) for victim in victims)
         num_freed = num_held // 2  # what victims share frees nothing
         has_memory = cache.pool.num_free + num_freed >= num_needed + spare
         is_wronged = has_slot and has_memory and not is_budget_used and not self._has_preempted
