@@ -1,4 +1,4 @@
-"""Admission: which waiting request starts in a step, what it shares, and who is preempted for it."""
+"""Admission: which waiting request starts in a step, what it shares, and which requests are preempted for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from quire.core.request import Request, RequestState
 from quire.core.running import RunningSet
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvariantViolation
+
+# A resumed request whose blocks were lost is spared until it has computed this many new tokens. Otherwise it could
+# spend all of its tier's share on the same prompt, again and again.
+MAX_SPARED_TOKENS = 32
 
 
 class _Way(NamedTuple):
@@ -125,16 +129,18 @@ class Admission:
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
         if not is_entitled:
-            num_kept = min(self._waiting.num_prefix_waiters(request.priority), self._running.max_seqs // 2)
+            num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_seqs // 2)
+        # A request of a tier that is owed waits for a slot: what is free is for it, and others have to preempt.
+        may_take_free = step.closed_from is None
         while True:
             victims = [
                 running
                 for running in self._running
                 if self._may_preempt(request, running, step)
-                and running.has_progressed
+                and not running.is_spared
                 and running.request_id not in step.admitted
             ]
-            has_slot = self._running.num_free_slots > num_kept
+            has_slot = may_take_free and self._running.num_free_slots > num_kept
             if not victims and step.budget < 1:
                 return False
             if not has_slot and not any(self._may_lose_slot(victim) for victim in victims):
@@ -157,6 +163,7 @@ class Admission:
                 self._cache.pins.yield_oldest()
             for victim in way.victims:
                 self.preempt(step, victim, request)
+            may_take_free = may_take_free or bool(way.victims)
 
     def _may_lose_slot(self, victim: Request) -> bool:
         """Whether its tier holds more slots than it keeps."""
@@ -198,7 +205,7 @@ class Admission:
         That takes a look at every block they hold, so a failure is remembered until something is released: a request
         that grows meanwhile takes as much as it could give.
         """
-        attempt = (request.epoch, len(victims), self._cache.pool.num_releases)
+        attempt = (request.epoch, self._cache.pool.num_releases, has_slot, *[victim.epoch for victim in victims])
         if attempt == self._failed_attempt and missing >= self._failed_missing:
             return None
         num_missing = missing
@@ -214,7 +221,7 @@ class Admission:
         candidates = victims[::-1]
         if not has_slot and (last := next(filter(self._may_lose_slot, candidates), None)) is not None:
             candidates.remove(last)
-            chosen.append(last)  # someone has to leave a slot; perhaps that is enough
+            chosen.append(last)  # one request must give up its slot; perhaps that is enough
             missing -= count_freed(last.block_table) + 1  # and the block it need not be left
         num_pins = 0
         for pin in self._cache.pins:
@@ -244,7 +251,10 @@ class Admission:
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         is_resumed = request.num_preemptions > 0
-        if not is_resumed:
+        if is_resumed:
+            num_lost = len(request.tokens) - hit.num_tokens  # computed again
+            request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
+        else:
             request.num_cached_tokens = hit.num_tokens
             request.cache_explanation = self.explain(request, hit)
         step.copies += self._cache.grow(request, len(request.tokens), hit)

@@ -35,20 +35,27 @@ LOW_STEP_BASES = 4  # or this many times the fixed cost of a step: shorter steps
 
 
 class StepCost(NamedTuple):
-    """What a step costs where every row of the batch takes time: base + tokens * token. Both are positive."""
+    """What a step costs where every row of the batch takes time: a base, and a price for each token."""
 
     base_ns: int
-    token_ns: int
+    token_ns: int  # at least 1
+    context_ns: int = 0  # more for each token of context that a token attends to
+
+    def price_ns(self, request: Request) -> int:
+        """Of the next token of a request."""
+        return self.token_ns + self.context_ns * request.num_planned
 
 
 class Turn(NamedTuple):
-    """Requests of these tiers share at most so many tokens; None: as many as the step has."""
+    """Requests of these tiers share at most so many tokens and so much time; None: as much as the step has."""
 
     tiers: Collection[Priority]
-    max_tokens: int | None
+    max_tokens: int | None = None
+    max_ns: int | None = None
+    is_owed: bool = False  # then one token is given in any case
 
 
-EVERYONE = Turn(TIERS, None)
+EVERYONE = Turn(TIERS)
 
 
 class TierWork(NamedTuple):
@@ -57,6 +64,7 @@ class TierWork(NamedTuple):
     num_decodes: int  # running requests whose prompts are computed
     num_prompts: int  # running requests in prefill
     num_waiting: int
+    num_context: int = 0  # tokens of context of the decodes, where rows cost time
 
 
 class Ledger(Protocol):
@@ -68,8 +76,9 @@ class Ledger(Protocol):
     def leave(self, request: Request) -> None:
         """A request ended."""
 
-    def begin_step(self, work: Sequence[TierWork]) -> None:
-        """`work`: of each tier, HIGH first."""
+    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None:
+        """`work`: of each tier, HIGH first. `is_stalled`: a running request waits for memory of one that is spared, so
+        no tier is rationed: the sooner that one makes progress, the better."""
 
     @property
     def rationed(self) -> Collection[Priority]:
@@ -77,6 +86,11 @@ class Ledger(Protocol):
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this step. Each is decided when the one before it is over."""
+
+    def affordable(self, request: Request, left_ns: int) -> int:
+        """How many tokens of a request so much time pays for."""
+
+    def price_ns(self, request: Request) -> int: ...
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """A turn gave the request these tokens."""
@@ -98,7 +112,7 @@ class OpenLedger:
 
     def leave(self, request: Request) -> None: ...
 
-    def begin_step(self, work: Sequence[TierWork]) -> None: ...
+    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None: ...
 
     @property
     def rationed(self) -> Collection[Priority]:
@@ -106,6 +120,12 @@ class OpenLedger:
 
     def turns(self) -> Iterator[Turn]:
         yield EVERYONE
+
+    def affordable(self, request: Request, left_ns: int) -> int:  # noqa: ARG002
+        return 1 << 30
+
+    def price_ns(self, request: Request) -> int:  # noqa: ARG002
+        return 0
 
     def charge(self, request: Request, num_tokens: int) -> None: ...
 
@@ -127,9 +147,12 @@ class FairLedger:
         self.cost: StepCost | None = None
         self._work: Sequence[TierWork] = ()
         self._rationed: frozenset[Priority] = frozenset()
-        self._decodes = dict.fromkeys(TIERS, 0)  # tokens of this step that are given without a turn
-        self._served = dict.fromkeys(TIERS, 0)  # and tokens charged
+        self._decodes = dict.fromkeys(TIERS, 0)  # requests whose token of this step needs no turn
+        self._served = dict.fromkeys(TIERS, 0)  # tokens charged in this step
+        self._spent_ns = dict.fromkeys(TIERS, 0)  # their price, of those that turns gave
+        self._last_ns = 0  # how long the last step was, by its cost
         self._spare_ns = 0  # what lower tiers may still lengthen steps by
+        self._deferred_ns = 0  # the price of a token that had to wait for the next step
 
     # Queries
 
@@ -146,9 +169,7 @@ class FairLedger:
         `tokens_ahead`: what its own tier computes before it, itself included. `drain_tokens`: what the requests that
         hold slots and blocks when its turn comes may compute before they give them back. A debt is at most one step.
         """
-        share = self.shares.get(priority)
-        if share is None:
-            return tokens_ahead + drain_tokens
+        share = self.shares.get(priority, UNITS - sum(self.shares.values()))
         return -(-(tokens_ahead + 2 * max_step_tokens) * UNITS // share) + drain_tokens
 
     # One step
@@ -159,11 +180,12 @@ class FairLedger:
     def leave(self, request: Request) -> None:
         self.clocks[request.priority].leave(request.tenant)
 
-    def begin_step(self, work: Sequence[TierWork]) -> None:
+    def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None:
         self._work = work
-        self._rationed = frozenset() if self.cost is None else self._find_rationed()
+        self._rationed = frozenset() if self.cost is None or is_stalled else self._find_rationed()
+        self._deferred_ns = 0
         for priority in TIERS:
-            self._served[priority] = 0
+            self._served[priority] = self._spent_ns[priority] = 0
             self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
 
     def _find_rationed(self) -> frozenset[Priority]:
@@ -174,40 +196,63 @@ class FairLedger:
     def turns(self) -> Iterator[Turn]:
         owed = [priority for priority in self.credits if self.is_owed(priority)]
         for priority in sorted(owed, key=lambda tier: -self.credits[tier] * UNITS // self.shares[tier]):
-            yield Turn((priority,), -(-self.credits[priority] // UNITS))
+            yield Turn((priority,), -(-self.credits[priority] // UNITS), self._owed_ns(priority), is_owed=True)
         for priority in TIERS:
-            yield Turn((priority,), self._limit(priority))
+            yield Turn((priority,), max_ns=self._limit_ns(priority))
 
-    def _limit(self, priority: Priority) -> int | None:
-        """How many tokens a tier may have beside those above it, or alone. None: as many as it wants."""
+    def _owed_ns(self, priority: Priority) -> int | None:
+        """What a tier that is owed may add to the step: twice its share, so that it catches up, but not in one step.
+
+        What higher tiers take of this step is not known yet, so the share is of the step before.
+        """
+        limit_ns = self._limit_ns(priority)
+        return None if limit_ns is None else max(limit_ns, 2 * self._last_ns * self.shares[priority] // UNITS)
+
+    def _limit_ns(self, priority: Priority) -> int | None:
+        """How long a tier may make the step beside the tiers above it, or alone. None: as long as it wants."""
         cost = self.cost
-        if cost is None:
+        if cost is None or priority not in self._rationed:
             return None
         top = self._top()
         if top is None or top >= priority:
             if priority is not Priority.LOW:
                 return None
             longest_ns = max(LOW_STEP_NS, LOW_STEP_BASES * cost.base_ns)
-            return max(1, (longest_ns - cost.base_ns) // cost.token_ns) - self._served[priority]
-        return max(0, (self._spare_ns + self._allowance_ns(cost, top)) // cost.token_ns - self._num_below(top))
+            return max(longest_ns - cost.base_ns, cost.token_ns) - self._spent_ns[priority]
+        return self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top)
 
     def _top(self) -> Priority | None:
         """The highest tier that computes something in this step, as far as it is planned."""
         return next((tier for tier in TIERS if self._decodes[tier] or self._served[tier]), None)
 
     def _allowance_ns(self, cost: StepCost, top: Priority) -> int:
-        alone_ns = cost.base_ns + cost.token_ns * (self._decodes[top] + self._served[top])
-        return alone_ns * SPARE_NUMERATOR // SPARE_DENOMINATOR
+        return self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR
 
-    def _num_below(self, top: Priority) -> int:
-        return sum(self._served[tier] for tier in TIERS if tier > top)
+    def _alone_ns(self, cost: StepCost, top: Priority) -> int:
+        """How long the step would be with that tier alone."""
+        alone_ns = cost.base_ns + self._spent_ns[top]
+        if self._decodes[top]:
+            alone_ns += self._decodes[top] * cost.token_ns + self._work[top].num_context * cost.context_ns
+        return alone_ns
+
+    def _below_ns(self, top: Priority) -> int:
+        return sum(self._spent_ns[tier] for tier in TIERS if tier > top)
+
+    def affordable(self, request: Request, left_ns: int) -> int:
+        num_tokens = max(left_ns, 0) // self.price_ns(request)
+        if not num_tokens:
+            self._deferred_ns = max(self._deferred_ns, self.price_ns(request))
+        return num_tokens
+
+    def price_ns(self, request: Request) -> int:
+        return 1 if self.cost is None else self.cost.price_ns(request)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         self._served[request.priority] += num_tokens
+        self._spent_ns[request.priority] += num_tokens * self.price_ns(request)
         self.clocks[request.priority].charge(request.tenant, num_tokens)
 
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
-        self._decodes[priority] -= num_tokens
         self._served[priority] += num_tokens
         self.clocks[priority].charge(tenant, num_tokens)
 
@@ -217,27 +262,27 @@ class FairLedger:
         for priority in self.credits:
             credit = self.credits[priority]
             if not credit and not short:
-                continue  # nobody wants more, and nothing is to be forgotten
+                continue  # no tier is short, and there is nothing to forget
             gain = total * self.shares[priority]
             has_rivals = any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority)
             if has_rivals:
                 changed = credit + gain - self._served[priority] * UNITS
                 if not any(tier is not priority for tier in short):
-                    changed = max(changed, min(credit, 0))  # nobody else wanted what it had: no debt
+                    changed = max(changed, min(credit, 0))  # no other tier was short: no debt
             else:
                 changed = min(credit + gain, 0)
             if priority not in short:
                 changed = min(changed, 0)
             most = max_step_tokens * UNITS
             self.credits[priority] = max(-most, min(changed, most))
-        for clock in self.clocks.values():
-            clock.end_step()
+        for priority, clock in self.clocks.items():
+            clock.end_step(is_short=priority in short)
 
     def _keep_spare(self) -> None:
-        """Carry over what lower tiers did not use, if it is less than a token: parts of tokens add up."""
+        """Carry over what lower tiers did not use, as far as the next token needs it: parts of prices add up."""
         cost = self.cost
         if cost is None or (top := self._top()) is None:
             return
-        allowance_ns = self._allowance_ns(cost, top)
-        spare_ns = self._spare_ns + allowance_ns - self._num_below(top) * cost.token_ns
-        self._spare_ns = max(0, min(spare_ns, cost.token_ns - 1))
+        self._last_ns = sum(self._alone_ns(cost, tier) - cost.base_ns for tier in TIERS) + cost.base_ns
+        spare_ns = self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top)
+        self._spare_ns = max(0, min(spare_ns, max(self._deferred_ns, cost.token_ns) - 1))

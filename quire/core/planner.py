@@ -54,6 +54,7 @@ class Planner:
         self.max_chunk_tokens = max_chunk_tokens
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self._num_steps = 0
+        self._is_stalled = False  # in the last step a running request waited for memory of one that is spared
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
@@ -85,12 +86,23 @@ class Planner:
             self._admission.note_pending(step, request)
             if self._num_wanted(request) > 1:
                 wanting[request.priority].append(request)
+        contexts = [0] * len(TIERS)
+        if self._ledger.cost is not None:
+            for request in running.requests:
+                contexts[request.priority] += request.num_planned
         self._ledger.begin_step(
             [
-                TierWork(running.counts[tier] - len(wanting[tier]), len(wanting[tier]), waiting.num_ready(tier))
+                TierWork(
+                    running.counts[tier] - len(wanting[tier]),
+                    len(wanting[tier]),
+                    waiting.num_ready(tier),
+                    contexts[tier],
+                )
                 for tier in TIERS
-            ]
+            ],
+            is_stalled=self._is_stalled,
         )
+        self._is_stalled = False
         step.rationed = self._ledger.rationed
         if step.rationed:
             for request in self._running.requests:
@@ -116,17 +128,24 @@ class Planner:
 
     def _take_turn(self, step: StepDraft, turn: Turn) -> None:
         left = self.max_step_tokens if turn.max_tokens is None else turn.max_tokens
+        left_ns = turn.max_ns
         wanting = self._wanting(step, turn)
-        while left > 0 and (wanting or not step.is_closed):
-            head = None if step.is_closed else self._waiting.head(turn.tiers)
+        while left > 0:
+            head = None if step.is_closed(turn.tiers) else self._waiting.head(turn.tiers)
             if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):
                 place, line = wanting[0]
                 if place != (now := self._place(line[-1])):
                     heapreplace(wanting, (now, line))  # its tenant has been served meanwhile
                     continue
-                request = line.pop()
+                request = line[-1]
+                num_most = self._num_affordable(turn, request, left, left_ns)
+                if num_most < 1:
+                    return
+                line.pop()
                 if request.state is RequestState.RUNNING:  # and not preempted just now
-                    left -= self._give(step, request, left)
+                    num_given = self._give(step, request, num_most)
+                    left -= num_given
+                    left_ns = self._pay(request, num_given, left_ns)
                 if line:
                     heapreplace(wanting, (self._place(line[-1]), line))
                 else:
@@ -135,10 +154,24 @@ class Planner:
                 return
             elif self._admission.park(step, head[1]):
                 continue
+            elif (num_most := self._num_affordable(turn, head[1], left, left_ns)) < 1:
+                return
             elif self._admission.try_admit(step, head[1]):
-                left -= self._give(step, head[1], left)
+                num_given = self._give(step, head[1], num_most)
+                left -= num_given
+                left_ns = self._pay(head[1], num_given, left_ns)
             else:
-                step.is_closed = True  # no request overtakes a head that does not fit
+                step.close(turn.tiers)  # no request overtakes a head that does not fit
+
+    def _num_affordable(self, turn: Turn, request: Request, left: int, left_ns: int | None) -> int:
+        """How many tokens a turn may give a request. A tier that is owed gets one, whatever it costs."""
+        if left_ns is None:
+            return left
+        is_first = turn.is_owed and left_ns == turn.max_ns
+        return min(left, max(self._ledger.affordable(request, left_ns), is_first))
+
+    def _pay(self, request: Request, num_tokens: int, left_ns: int | None) -> int | None:
+        return None if left_ns is None else left_ns - num_tokens * self._ledger.price_ns(request)
 
     def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[Place, list[Request]]]:
         """Running requests that want tokens of this turn: a heap of lines, one for each tenant, first at the end.
@@ -254,6 +287,7 @@ class Planner:
             running = self._running.requests
             victim = next(r for r in reversed(running) if r.has_progressed or r is request)
             if victim is request and (running[-1] is not request or not request.has_progressed):
+                self._is_stalled = True
                 return False  # requests behind it are spared, or it is: their next results change that
             if victim is request and len(running) == 1:
                 if not step.has_in_flight:

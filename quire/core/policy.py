@@ -1,4 +1,4 @@
-"""The order of service: which request starts next, whose prompt is computed first, and who may preempt whom.
+"""The order of service: which request starts next, which prompt is computed first, which requests may be preempted.
 
 `Fair` is the default: tiers with guaranteed shares of all tokens computed, tenants sharing a tier equally. The counters
 are in `quire/core/ledger.py`. `Aging` and `Fcfs` are simpler orders to compare it with, and need no counters.
@@ -75,7 +75,10 @@ class Fair:
         return self._ledger.shares.get(priority, 0) * max_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
-        return running.priority <= waiting.priority
+        """A higher tier, or in its own tier a tenant that is served no later than its own."""
+        if running.priority is not waiting.priority:
+            return running.priority < waiting.priority
+        return running.tenant == waiting.tenant or self.key(running) <= self.key(waiting)
 
 
 class Aging:

@@ -201,6 +201,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_spared_until",
         "parent",
         "priority",
         "request_id",
@@ -256,6 +257,7 @@ class Request:
         self.is_prefix_waiting = False
         self.num_preemptions = 0
         self.num_preempted_at = -1  # the most tokens it had computed when it was preempted
+        self.num_spared_until = -1  # a waiting request does not preempt it before it has computed so many tokens
         self.last_step = 0  # the planner's number of the last step in which a turn gave it tokens
 
         self.chain: TokenChain | None = None  # names of this request's blocks in the prefix tree
@@ -278,6 +280,11 @@ class Request:
     def has_progressed(self) -> bool:
         """Whether it has computed more than when it was last preempted: if not, it is not preempted again."""
         return self.num_computed > self.num_preempted_at
+
+    @property
+    def is_spared(self) -> bool:
+        """Whether no waiting request may preempt it now: it has been preempted and has hardly gone on since."""
+        return self.num_preemptions > 0 and self.num_computed < self.num_spared_until
 
     @property
     def num_output_tokens(self) -> int:

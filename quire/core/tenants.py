@@ -15,7 +15,8 @@ class TenantClock:
     """Tokens served to each tenant, as start-time fair queuing counts them.
 
     A tenant that was idle starts at the floor: it gets no credit for service it did not ask for. The floor is the
-    lowest time among the tenants served last, so an idle tenant at or below it need not be remembered.
+    lowest time among the tenants served last, so an idle tenant at or below it need not be remembered. In a step in
+    which the tier has all it wants, no tenant is served at another one's cost: then all tenants are equal again.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class TenantClock:
         self._num_alive: dict[str, int] = {}  # requests that wait or run
         self._floor = 0
         self._lowest: int | None = None  # served in this step
+        self._highest = 0  # of all times
         self._max_remembered = MIN_SWEEP
 
     def time(self, tenant: str) -> int:
@@ -43,11 +45,16 @@ class TenantClock:
     def charge(self, tenant: str, num_tokens: int) -> None:
         start = self.time(tenant)
         self._times[tenant] = start + num_tokens
+        self._highest = max(self._highest, start + num_tokens)
         if self._lowest is None or start < self._lowest:
             self._lowest = start
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_short: bool = True) -> None:
         if self._lowest is None:
+            return
+        if not is_short:
+            self._floor, self._lowest = self._highest, None
+            self._times.clear()
             return
         self._floor = max(self._floor, self._lowest)
         self._lowest = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from heapq import heappop, heappush
 from typing import Protocol
 
 from quire.core.heap import Key, RequestHeap
@@ -59,38 +59,45 @@ class ArrivalLane:
 class PrefixWaiters:
     """Requests that wait while a running request, their owner, computes the prefix they share.
 
-    Each is looked at twice, when it begins to wait and when it stops. A step asks the owners only.
+    A waiter is looked at when it begins to wait and when that ends. In between, a step asks the owners only.
     """
 
     def __init__(self) -> None:
-        # Epoch of an owner, and whether its own children wait -> the owner, and a heap of (tokens to compute, number,
-        # waiter)
-        self._groups: dict[tuple[int, bool], tuple[Request, list[tuple[int, int, Request]]]] = {}
-        self._parked: dict[int, int] = {}  # id of a waiter -> number of its entry
-        self.counts = dict.fromkeys(Priority, 0)  # waiters of each tier
-        self._num_parked = 0  # so far: a unique number for each
+        # Epoch of an owner, and whether its own children wait -> the owner, and its waiters by the tokens it has to
+        # compute for them
+        self._groups: dict[tuple[int, bool], tuple[Request, RequestHeap]] = {}
+        self._group_of: dict[int, tuple[int, bool]] = {}  # id of a waiter -> its group
+        self._counts: Counter[tuple[Priority, str]] = Counter()  # tier and tenant -> waiters
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._group_of)
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._parked
+        return request.request_id in self._group_of
 
     def __iter__(self) -> Iterator[Request]:
         for _, heap in self._groups.values():
-            yield from (waiter for _, number, waiter in heap if self._parked.get(waiter.request_id) == number)
+            yield from heap
+
+    def count(self, priority: Priority, tenant: str) -> int:
+        return self._counts[priority, tenant]
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
         """Wait until the owner has computed so many tokens, or is gone."""
-        self._num_parked += 1
-        self._parked[request.request_id] = self._num_parked
-        self.counts[request.priority] += 1
-        _, heap = self._groups.setdefault((owner.epoch, request.parent is owner), (owner, []))
-        heappush(heap, (num_tokens, self._num_parked, request))
+        group = (owner.epoch, request.parent is owner)
+        self._group_of[request.request_id] = group
+        self._counts[request.priority, request.tenant] += 1
+        self._groups.setdefault(group, (owner, RequestHeap()))[1].push((num_tokens, request.sequence), request)
 
     def remove(self, request: Request) -> None:
-        del self._parked[request.request_id]
-        self.counts[request.priority] -= 1
+        group = self._group_of.pop(request.request_id)
+        heap = self._groups[group][1]
+        heap.remove(request)
+        if not heap:
+            del self._groups[group]
+        self._counts[request.priority, request.tenant] -= 1
+        if not self._counts[request.priority, request.tenant]:
+            del self._counts[request.priority, request.tenant]
 
     def pop_ready(self, can_share: Callable[[Request], bool]) -> list[Request]:
         """Waiters whose prefix is there, or will not be: the owner is gone, or will not publish it (`can_share`).
@@ -98,18 +105,13 @@ class PrefixWaiters:
         A child takes the blocks from its parent's table and does not need them published.
         """
         ready: list[Request] = []
-        if not self._groups:
-            return ready
         for (epoch, is_parent), (owner, heap) in list(self._groups.items()):
             is_owner = owner.epoch == epoch and owner.state is RequestState.RUNNING
             is_owner = is_owner and (is_parent or can_share(owner))
-            while heap and (not is_owner or heap[0][0] <= owner.num_computed):
-                _, number, waiter = heappop(heap)
-                if self._parked.get(waiter.request_id) == number:
-                    self.remove(waiter)
-                    ready.append(waiter)
-            if not heap:
-                del self._groups[epoch, is_parent]
+            while heap and (not is_owner or heap.first()[0][0] <= owner.num_computed):
+                waiter = heap.first()[1]
+                self.remove(waiter)
+                ready.append(waiter)
         return ready
 
 
@@ -135,9 +137,9 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._ids
 
-    def num_prefix_waiters(self, priority: Priority) -> int:
-        """Of this tier and those above it."""
-        return sum(count for tier, count in self.prefix_waiters.counts.items() if tier <= priority)
+    def num_prefix_waiters(self, request: Request) -> int:
+        """Of the same tier and tenant."""
+        return self.prefix_waiters.count(request.priority, request.tenant)
 
     def num_ready(self, priority: Priority) -> int:
         """Requests of a tier that could start now: prefix waiters are not among them."""

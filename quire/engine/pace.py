@@ -72,14 +72,11 @@ class Pace:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}  # by the number of bits of the effort
-        self._effort_per_token = 1.0  # in the last step of that size
 
     def learn(self, work: Work, took_s: float) -> None:
         if work.num_tokens:
             size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
             size.take(took_s, work.effort)
-            if work.effort <= MAX_BATCH:
-                self._effort_per_token = work.effort / work.num_tokens
 
     def cost(self) -> StepCost | None:
         """The base of a step and the price of a token in a batch. None: too little has been seen."""
@@ -89,7 +86,8 @@ class Pace:
         (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
         slope_s = max(0.0, most_s - least_s) / (most - least)
         base_s = max(0.0, least_s - slope_s * least)
-        return StepCost(round(base_s * 1e9), max(1, round(slope_s * self._effort_per_token * 1e9)))
+        token_ns = max(1, round(slope_s * 1e9))
+        return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN)
 
     def predict_s(self, work: Work) -> float:
         """0: nothing is known, or there is nothing to compute."""

@@ -15,6 +15,7 @@ from quire.server.errors import ApiError, Kind
 RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
+HARD_FACTOR = 4  # times the bound of a queue that all tenants together may hold
 
 
 class Ticket:
@@ -47,8 +48,8 @@ class Ticket:
 class TierQueue:
     """What waits in one tier, by requests and by tokens, and the rate at which the machine takes it.
 
-    A full queue refuses the tenants that hold at least an equal part of it. A tenant that holds less is let in: one
-    tenant must not be able to shut out the others.
+    A full queue refuses a request with which its tenant would hold more than an equal part of it. A tenant that holds
+    nothing may always add one request, until `HARD_FACTOR` times as many wait: one tenant must not shut out the others.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float]) -> None:
@@ -63,9 +64,11 @@ class TierQueue:
     def check(self, tenant: str, num_requests: int = 1) -> None:
         """All or nothing. An empty queue takes anything, or what is larger than the bound could never pass."""
         held_requests, held_tokens = self._held.get(tenant, (0, 0))
-        num_tenants = len(self._held.keys() | {tenant})
+        num_tenants = len(self._held) + (tenant not in self._held)
         is_over = self.num_requests > 0 and self.num_requests + num_requests > self.max_requests
-        if is_over and (held_requests + num_requests) * num_tenants > self.max_requests:
+        is_first = held_requests == 0 and num_requests == 1
+        is_greedy = not is_first and (held_requests + num_requests) * num_tenants > self.max_requests
+        if is_over and (is_greedy or self.num_requests + num_requests > HARD_FACTOR * self.max_requests):
             more = "which is the limit"
             if num_requests > 1:
                 more = f"and {num_requests} more exceed the limit of {self.max_requests}"

@@ -60,19 +60,24 @@ def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
 
 def test_a_request_is_not_preempted_twice_without_progress() -> None:
     rig = Rig(max_seqs=1, num_blocks=33, max_chunk_tokens=8)
-    low = rig.add(1, range(24), priority=LOW, max_tokens=20)
+    low = rig.add(1, range(24), priority=LOW, max_tokens=60)
     for _ in range(4):
         rig.step()
     rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
     assert rows(rig) == [2]
     assert low.num_preempted_at == 24 + 1
+    rig.step()  # it is back, found its blocks, and has one token more: that is progress
+    assert low.has_progressed
+    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
+    assert rows(rig) == [3]
     rig.cache.clear()  # what it had computed is gone
     assert rows(rig) == [1]
-    rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
-    while not low.has_progressed:
+    rig.add(4, range(300, 304), priority=HIGH, max_tokens=1)
+    while low.is_spared:
         assert rows(rig) == [1]
-    assert rows(rig) == [3]
-    assert low.num_preemptions == 2
+    assert low.num_computed == low.num_preempted_at + len(range(24)) + 3  # as many new tokens as were lost
+    assert rows(rig) == [4]
+    assert low.num_preemptions == 3
 
 
 def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> None:
@@ -94,6 +99,38 @@ def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> No
         stalled += low.state is RequestState.RUNNING and 2 not in [piece.request_id for piece in plan.slices]
     assert high.finish_reason is not None
     assert low.num_preemptions == 1
+
+
+def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting() -> None:
+    """NORMAL holds all slots. LOW is owed one and may not preempt; HIGH may, and takes no slot that becomes free."""
+    fair = Fair()
+    rig = Rig(max_seqs=4, num_blocks=400, policy=fair)
+    for request_id in range(4):
+        rig.add(request_id, [request_id] * 3, max_tokens=200)
+    rig.step()
+    rig.add(10, [10] * 3, priority=LOW, max_tokens=50)
+    for request_id in range(20, 24):
+        rig.add(request_id, [request_id] * 3, max_tokens=200)
+    while not fair.ledger.is_owed(LOW):
+        rig.step()
+    rig.add(30, [30] * 3, priority=HIGH, max_tokens=1)
+    assert 30 in rows(rig)
+    assert 10 in rows(rig)  # and the slot that HIGH leaves is LOW's
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 4])
+def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max_seqs: int) -> None:
+    rig = Rig(max_seqs=max_seqs, num_blocks=1 + max_seqs * 40, max_chunk_tokens=32, max_waiting=1000)
+    low = rig.add(0, range(100), priority=LOW, max_tokens=40)
+    number = 1
+    for _ in range(4_000):
+        while len(rig.scheduler.waiting) < 6:
+            rig.add(number, range(1000 * number, 1000 * number + 60), priority=HIGH, max_tokens=20)
+            number += 1
+        rig.step()
+        if low.finish_reason is not None:
+            break
+    assert low.finish_reason is not None, f"{low!r} after {low.num_preemptions} preemptions"
 
 
 # Rows that cost time

@@ -50,8 +50,8 @@ def test_the_tier_that_is_owed_most_for_its_share_has_the_first_turn() -> None:
     assert (tokens(ledger, NORMAL), tokens(ledger, LOW)) == (6, 4)
     ledger.begin_step([BUSY] * 3)
     turns = list(ledger.turns())
-    assert turns[:2] == [Turn((LOW,), 4), Turn((NORMAL,), 6)]
-    assert turns[2:] == [Turn((HIGH,), None), Turn((NORMAL,), None), Turn((LOW,), None)]
+    assert turns[:2] == [Turn((LOW,), 4, None, True), Turn((NORMAL,), 6, None, True)]
+    assert turns[2:] == [Turn((HIGH,)), Turn((NORMAL,)), Turn((LOW,))]
 
 
 def test_spare_capacity_is_free_and_a_burst_alone_makes_no_debt() -> None:
@@ -89,7 +89,7 @@ def test_where_rows_are_free_nobody_is_rationed() -> None:
     ledger = FairLedger()
     ledger.begin_step([TierWork(3, 1, 2)] * 3)
     assert not ledger.rationed
-    assert [turn.max_tokens for turn in ledger.turns()] == [None, None, None]
+    assert [(turn.max_tokens, turn.max_ns) for turn in ledger.turns()] == [(None, None)] * 3
 
 
 def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) -> FairLedger:
@@ -103,9 +103,47 @@ def test_lower_tiers_lengthen_a_step_by_a_third_of_what_the_highest_needs() -> N
     decodes = TierWork(16, 0, 0)
     ledger = rationed(StepCost(base_ns=50, token_ns=10), TierWork(1, 0, 0), decodes, decodes)
     assert ledger.rationed == {NORMAL, LOW}
-    assert [turn.max_tokens for turn in ledger.turns()] == [None, 2, 2]  # a third of 50 + 10 is 2 tokens, for all
-    ledger.charge(Request(1, [1], priority=NORMAL), 2)
-    assert [turn.max_tokens for turn in ledger.turns()] == [None, 0, 0]
+    assert [turn.max_ns for turn in ledger.turns()] == [None, 20, 20]  # a third of 50 + 10, for all
+    normal = Request(1, [1], priority=NORMAL)
+    assert ledger.affordable(normal, 20) == 2
+    ledger.charge(normal, 2)
+    assert [turn.max_ns for turn in ledger.turns()] == [None, 0, 0]
+
+
+def test_a_row_with_a_long_context_costs_more() -> None:
+    decodes = TierWork(1, 0, 0, num_context=100)
+    ledger = rationed(StepCost(base_ns=500, token_ns=100, context_ns=1), decodes, IDLE, TierWork(16, 0, 0))
+    *_, low = ledger.turns()
+    assert low.max_ns == (500 + 100 + 100) // 3
+    request = Request(1, [1], priority=LOW)
+    assert ledger.affordable(request, low.max_ns) == 2
+    request.num_planned = 300
+    assert ledger.affordable(request, low.max_ns) == 0
+    ledger.end_step((LOW,), MAX_STEP)
+    ledger.begin_step([decodes, IDLE, TierWork(16, 0, 0)])
+    *_, low = ledger.turns()
+    assert low.max_ns is not None
+    assert ledger.affordable(request, low.max_ns) == 1  # what the first step left was kept for it
+
+
+def test_a_tier_that_is_owed_is_rationed_too_and_has_one_token_at_least() -> None:
+    ledger = FairLedger()
+    for _ in range(50):
+        step(ledger, {HIGH: 15}, short=(LOW,))
+    ledger.cost = StepCost(base_ns=0, token_ns=10)
+    ledger.begin_step([TierWork(15, 0, 0), IDLE, BUSY])
+    first = next(ledger.turns())
+    assert (first.tiers, first.is_owed, first.max_ns) == ((LOW,), True, 50)
+    assert first.max_tokens is not None
+    assert first.max_tokens > 50
+
+
+def test_nobody_is_rationed_while_a_request_waits_for_memory_of_one_that_is_spared() -> None:
+    ledger = FairLedger()
+    ledger.cost = StepCost(50, 10)
+    ledger.begin_step([TierWork(1, 0, 0), IDLE, BUSY], is_stalled=True)
+    assert not ledger.rationed
+    assert [turn.max_ns for turn in ledger.turns()] == [None, None, None]
 
 
 def test_parts_of_a_token_add_up() -> None:
@@ -115,12 +153,13 @@ def test_parts_of_a_token_add_up() -> None:
     for _ in range(12):
         ledger.begin_step([TierWork(1, 0, 0), IDLE, TierWork(16, 0, 0)])
         *_, low = ledger.turns()
-        assert low.max_tokens is not None
-        if low.max_tokens:
-            ledger.charge(Request(1, [1], priority=LOW), low.max_tokens)
+        assert low.max_ns is not None
+        request = Request(1, [1], priority=LOW)
+        num_tokens = ledger.affordable(request, low.max_ns)
+        ledger.charge(request, num_tokens)
         ledger.charge_decodes(HIGH, "", 1)
         ledger.end_step((LOW,), MAX_STEP)
-        given.append(low.max_tokens)
+        given.append(num_tokens)
     assert sum(given) in (3, 4)
     assert max(given) == 1
 
@@ -129,33 +168,33 @@ def test_a_step_of_low_alone_is_kept_short() -> None:
     low = TierWork(64, 0, 0)
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, IDLE, low)
     *_, turn = ledger.turns()
-    assert turn.max_tokens == 22  # 50 ms
+    assert turn.max_ns == 45_000_000  # and 5 ms make 50
     ledger = rationed(StepCost(300_000_000, 50_000_000), IDLE, IDLE, low)
     *_, turn = ledger.turns()
-    assert turn.max_tokens == 18  # four times the base: the weights of a large model are read for several rows
+    assert turn.max_ns == 900_000_000  # four bases: the weights of a large model are read for several rows
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, TierWork(64, 0, 0), IDLE)
     assert ledger.rationed == {LOW}
-    assert [turn.max_tokens for turn in ledger.turns()][1] is None
+    assert [turn.max_ns for turn in ledger.turns()][1] is None
 
 
 def test_a_tier_above_that_only_waits_limits_nobody_until_it_runs() -> None:
     ledger = rationed(StepCost(50, 10), TierWork(0, 0, 3), TierWork(8, 0, 0), IDLE)
     assert NORMAL in ledger.rationed
     turns = ledger.turns()
-    assert next(turns).max_tokens is None
-    assert next(turns).max_tokens is None  # HIGH could not be admitted
+    assert next(turns).max_ns is None
+    assert next(turns).max_ns is None  # HIGH could not be admitted
     ledger = rationed(StepCost(50, 10), TierWork(0, 0, 3), TierWork(8, 0, 0), IDLE)
     turns = ledger.turns()
     next(turns)
     ledger.charge(Request(1, [1], priority=HIGH), 7)  # it was admitted with a prompt of 7
-    assert next(turns).max_tokens == 4
+    assert next(turns).max_ns == 40
 
 
 def test_the_bound_is_a_function_one_can_call() -> None:
     ledger = FairLedger()
     assert ledger.service_bound(LOW, 100, 0, 50) == 8 * 200
     assert ledger.service_bound(NORMAL, 100, 7, 50) == 4 * 200 + 7
-    assert ledger.service_bound(HIGH, 100, 7, 50) == 107
+    assert ledger.service_bound(HIGH, 100, 7, 50) == 200 * 8 // 5 + 7
 
 
 @pytest.mark.parametrize(

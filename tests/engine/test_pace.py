@@ -137,4 +137,4 @@ def test_the_cost_of_a_row_is_the_slope_between_small_steps_and_large_batches() 
 
 def test_rows_that_cost_nothing_have_a_price_all_the_same() -> None:
     pace = learn(Pace(), [([(0, 1)], 0.007), ([(0, 1)] * 16, 0.006)])
-    assert pace.cost() == (7_000_000, 1)
+    assert pace.cost() == (7_000_000, 1, 0)

@@ -75,6 +75,10 @@ def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
     with pytest.raises(ApiError, match="tokens wait already"):
         person[1].grow(1)
     enter(door, 1, tenant="third")
+    for number in range(4 * 4 - 7):
+        enter(door, 1, tenant=f"tenant {number}")  # each holds nothing yet
+    with pytest.raises(ApiError, match="16 requests wait already"):
+        enter(door, 1, tenant="one too many")  # four times the bound is the end
 
 
 def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:

@@ -139,8 +139,8 @@ MUTANTS = (
     _mutant(
         "waiter of a cancelled owner stuck",
         "core/waiting.py",
-        "while heap and (not is_owner or heap[0][0] <= owner.num_computed):",
-        "while heap and heap[0][0] <= owner.num_computed:",
+        "while heap and (not is_owner or heap.first()[0][0] <= owner.num_computed):",
+        "while heap and heap.first()[0][0] <= owner.num_computed:",
     ),
     _mutant(
         "equal draws for n > 1",
@@ -180,7 +180,7 @@ MUTANTS = (
     _mutant(
         "preempted again without progress",
         "core/admission.py",
-        "                and running.has_progressed\n",
+        "                and not running.is_spared\n",
         "",
     ),
     _mutant(
@@ -306,7 +306,7 @@ MUTANTS = (
     _mutant(
         "the head is passed",
         "core/planner.py",
-        "                step.is_closed = True  # no request overtakes a head that does not fit\n",
+        "                step.close(turn.tiers)  # no request overtakes a head that does not fit\n",
         "                return\n",
     ),
     _mutant(
@@ -427,7 +427,7 @@ MUTANTS = (
     _mutant(
         "usage of the last admission",
         "core/admission.py",
-        "        if not is_resumed:\n            request.num_cached_tokens",
+        "        else:\n            request.num_cached_tokens",
         "        if True:\n            request.num_cached_tokens",
         "tests/core/test_scheduler.py",
     ),

@@ -26,14 +26,17 @@ def test_a_tier_gets_its_share_though_higher_tiers_never_stop(others: tuple[Prio
 
 def test_a_request_starts_within_the_bound_that_the_policy_states() -> None:
     for seed in SEEDS:
-        contest = Contest(seed, [Load(HIGH, num_waiting=ENDLESS), Load(LOW, num_waiting=3)])
+        loads = [Load(HIGH, num_waiting=ENDLESS), Load(NORMAL, num_waiting=3), Load(LOW, num_waiting=3)]
+        contest = Contest(seed, loads)
         for _ in range(300):
             contest.step()
-        lows = [one for one in contest.started if one.request.priority is LOW]
-        assert lows
-        for one in lows:
+        assert {one.request.priority for one in contest.started} == {HIGH, NORMAL, LOW}
+        for one in contest.started:
             bound = contest.fair.ledger.service_bound(
-                LOW, one.own + len(one.request.tokens), contest.drain_tokens, contest.max_step_tokens
+                one.request.priority,
+                one.own + len(one.request.tokens),
+                contest.drain_tokens,
+                contest.max_step_tokens,
             )
             assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
 
@@ -49,6 +52,20 @@ def test_high_starts_within_two_steps_at_any_moment_of_an_endless_low_backlog() 
         assert len(highs) >= 18
         assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
         assert not any(one.request.priority is HIGH for one in contest.arrivals.values())
+
+
+def test_high_starts_within_two_steps_beside_saturated_normal_and_low() -> None:
+    for seed in SEEDS:
+        contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
+        if contest.max_seqs < 2:
+            continue  # the one slot may be LOW's, for as long as it is owed
+        for number in range(400):
+            if number % 31 == 30:
+                contest.add(Load(HIGH))
+            contest.step()
+        highs = [one for one in contest.started if one.request.priority is HIGH]
+        assert len(highs) >= 11
+        assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
 
 
 def test_a_higher_tier_keeps_what_the_guarantees_leave() -> None:

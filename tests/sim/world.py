@@ -500,7 +500,7 @@ class World:
     def _is_ahead(self, one: Book, other: Book) -> bool:
         """Whether `other` waits for a prefix that `one` computes."""
         if self.fair is not None:
-            return one.request.priority <= other.request.priority
+            return self.fair.is_ahead(one.request, other.request)
         return one.key < other.key
 
     def _observe(self, event: Event) -> None:
@@ -616,7 +616,10 @@ class World:
         """Whether a running request ahead of this one is still to compute a block of their common prefix."""
         size = self.setup.block_size
         for owner in self.scheduler.running:
-            if owner.salt != book.request.salt or not self._is_ahead(self.books[owner.request_id], book):
+            is_ahead = self._is_ahead(self.books[owner.request_id], book)
+            if self.fair is not None:  # tenants' times have changed since it began to wait
+                is_ahead = owner.priority <= book.request.priority
+            if owner.salt != book.request.salt or not is_ahead:
                 continue
             if owner is book.request.parent:
                 return True
@@ -716,7 +719,7 @@ class World:
         self.counts["left out"] += 1
         if any(other.priority < request.priority for other in self.scheduler.running):
             return True
-        base_ns, token_ns = self.setup.cost
+        base_ns, token_ns, _ = self.setup.cost
         num_tokens = sum(piece.length for piece in planned.values())
         is_full = num_tokens + 1 > (max(50_000_000, 4 * base_ns) - base_ns) // token_ns
         return request.priority is Priority.LOW and is_full
@@ -742,24 +745,26 @@ class World:
         """A HIGH request that waits for no prefix waits only for HIGH ones, for a tier that is owed, or for memory that
         nobody it may preempt could give back."""
         head = self.scheduler.waiting.head((Priority.HIGH,))
-        if head is None or self._owed & {book.request.priority for book in self._ready()}:
+        if head is None:
             return
         scheduler, request = self.scheduler, head[1]
         victims = [
             other
             for other in scheduler.running
             if other.priority > Priority.HIGH
-            and other.has_progressed
+            and not other.is_spared
             and other.priority not in self._owed
             and other.request_id not in self._admitted
         ]
         num_reserved = len(scheduler.running) - len(plan.slices)  # every running request has a token set aside
         is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_step_tokens
-        num_kept = min(scheduler.waiting.num_prefix_waiters(Priority.HIGH), self.setup.max_seqs // 2)
+        num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_seqs // 2)
         shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
         held = scheduler.running.counts
         may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_seqs)]
-        has_slot = bool(may_lose) or scheduler.running.num_free_slots > num_kept
+        # What is free may be kept for a tier that is owed.
+        is_kept = bool(self._owed & {book.request.priority for book in self._ready()})
+        has_slot = bool(may_lose) or (scheduler.running.num_free_slots > num_kept and not is_kept)
         num_needed = -(-len(request.tokens) // self.setup.block_size)
         num_steps = len(request.tokens) // self.setup.max_chunk_tokens
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
