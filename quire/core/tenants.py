@@ -54,7 +54,7 @@ class TenantClock:
             return
         if not is_short:
             self._floor, self._lowest = self._highest, None
-            self._times.clear()
+            self._times = dict.fromkeys(self._num_alive, self._highest)
             return
         self._floor = max(self._floor, self._lowest)
         self._lowest = None
