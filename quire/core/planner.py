@@ -222,38 +222,32 @@ class Planner:
 
     def _plan(self, step: StepDraft, request: Request) -> bool:
         """Give a running request its slice. False if it had to preempt itself."""
-        start = request.num_planned
-        num_wanted = min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - start
+        tokens, start = request.tokens, request.num_planned
+        num_known = len(tokens)
+        num_wanted = num_known + request.num_in_flight - start
+        if start + num_wanted >= request.token_limit:  # nothing is computed after the last token
+            num_wanted = request.token_limit - 1 - start
         if num_wanted <= 0:
             return True
-        num_given = step.allotted.get(request.request_id)
-        if num_given is None and request.priority in step.rationed:
-            step.left_out.append(request)
-            return True
-        length = min(num_wanted, num_given or 1)
+        length = step.allotted.get(request.request_id, 0)
+        is_free = not length  # one token that needs no turn
+        if is_free:
+            if request.priority in step.rationed:
+                step.left_out.append(request)
+                return True
+            length = 1
+        elif length > num_wanted:
+            length = num_wanted
         if length < num_wanted and length < self.max_chunk_tokens:
             step.short.add(request.priority)
-        if start + length > len(request.block_table) * self._cache.block_size:
-            if not self._make_room(step, request, start + length):
+        end = start + length
+        if end > len(request.block_table) * self._cache.block_size:
+            if not self._make_room(step, request, end):
                 return request.state is RequestState.RUNNING
-            self._cache.grow(request, start + length)
-        if num_given is None:
+            self._cache.grow(request, end)
+        if is_free:
             payer = (request.priority, request.tenant)
             step.decodes[payer] = step.decodes.get(payer, 0) + 1
-        self._add_slice(step, request, start, length)
-        return True
-
-    def _plan_left_out(self, step: StepDraft) -> None:
-        """The requests they were left out for cannot go on in this step: let them have it."""
-        requests, step.left_out = step.left_out, []
-        for request in requests:
-            if request.state is RequestState.RUNNING:
-                self._give(step, request, self.max_step_tokens)
-                self._plan(step, request)
-
-    def _add_slice(self, step: StepDraft, request: Request, start: int, length: int) -> None:
-        tokens, end = request.tokens, start + length
-        num_known = len(tokens)
         wants_token = end >= num_known
         if wants_token:
             request.num_in_flight += 1
@@ -274,6 +268,15 @@ class Planner:
                 request.num_prompt_tokens,
             )
         )
+        return True
+
+    def _plan_left_out(self, step: StepDraft) -> None:
+        """The requests they were left out for cannot go on in this step: let them have it."""
+        requests, step.left_out = step.left_out, []
+        for request in requests:
+            if request.state is RequestState.RUNNING:
+                self._give(step, request, self.max_step_tokens)
+                self._plan(step, request)
 
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
         """Free the blocks a running request needs: pins yield first, then the last in order. False if in vain.

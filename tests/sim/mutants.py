@@ -263,8 +263,8 @@ MUTANTS = (
     _mutant(
         "lower tiers lengthen a step at will",
         "core/ledger.py",
-        "alone_ns * SPARE_NUMERATOR // SPARE_DENOMINATOR",
-        "alone_ns * 10",
+        "self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR",
+        "self._alone_ns(cost, top) * 10",
         "tests/core/test_fair.py",
     ),
     _mutant(
