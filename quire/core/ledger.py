@@ -40,6 +40,7 @@ class StepCost(NamedTuple):
     base_ns: int
     token_ns: int  # at least 1
     context_ns: int = 0  # more for each token of context that a token attends to
+    single_ns: int = 0  # less for a step of one token alone, where a backend has a faster way for it
 
     def price_ns(self, request: Request) -> int:
         """Of the next token of a request."""
@@ -219,7 +220,7 @@ class FairLedger:
                 return None
             longest_ns = max(LOW_STEP_NS, LOW_STEP_BASES * cost.base_ns)
             return max(longest_ns - cost.base_ns, cost.token_ns) - self._spent_ns[priority]
-        return self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top)
+        return self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top) - self._single_ns(cost, top)
 
     def _top(self) -> Priority | None:
         """The highest tier that computes something in this step, as far as it is planned."""
@@ -230,10 +231,15 @@ class FairLedger:
 
     def _alone_ns(self, cost: StepCost, top: Priority) -> int:
         """How long the step would be with that tier alone."""
-        alone_ns = cost.base_ns + self._spent_ns[top]
+        alone_ns = cost.base_ns + self._spent_ns[top] - self._single_ns(cost, top)
         if self._decodes[top]:
             alone_ns += self._decodes[top] * cost.token_ns + self._work[top].num_context * cost.context_ns
         return alone_ns
+
+    def _single_ns(self, cost: StepCost, top: Priority) -> int:
+        """What the first token beside a single one costs beyond its price."""
+        is_single = self._decodes[top] == 1 and not self._spent_ns[top]
+        return min(cost.single_ns, cost.base_ns + cost.token_ns) if is_single else 0
 
     def _below_ns(self, top: Priority) -> int:
         return sum(self._spent_ns[tier] for tier in TIERS if tier > top)
@@ -284,5 +290,6 @@ class FairLedger:
         if cost is None or (top := self._top()) is None:
             return
         self._last_ns = sum(self._alone_ns(cost, tier) - cost.base_ns for tier in TIERS) + cost.base_ns
-        spare_ns = self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top)
-        self._spare_ns = max(0, min(spare_ns, max(self._deferred_ns, cost.token_ns) - 1))
+        below_ns, single_ns = self._below_ns(top), self._single_ns(cost, top)
+        spare_ns = self._spare_ns + self._allowance_ns(cost, top) - below_ns - (single_ns if below_ns else 0)
+        self._spare_ns = max(0, min(spare_ns, max(self._deferred_ns, cost.token_ns) + single_ns - 1))

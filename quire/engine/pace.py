@@ -72,22 +72,36 @@ class Pace:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}  # by the number of bits of the effort
+        self._batches: dict[int, _Size] = {}  # the same, without steps of one token
+        self._single = _Size()  # and those alone
 
     def learn(self, work: Work, took_s: float) -> None:
         if work.num_tokens:
             size = self._sizes.setdefault(int(work.effort).bit_length(), _Size())
             size.take(took_s, work.effort)
+            if work.num_tokens == 1:
+                self._single.take(took_s, work.effort)
+            else:
+                batch = self._batches.setdefault(int(work.effort).bit_length(), _Size())
+                batch.take(took_s, work.effort)
 
     def cost(self) -> StepCost | None:
-        """The base of a step and the price of a token in a batch. None: too little has been seen."""
-        seen = [size.median for bits, size in self._sizes.items() if 1 << bits <= 2 * MAX_BATCH]
+        """The base of a step and the price of a token in a batch. None: too little has been seen.
+
+        A step of one token may take less than the line through larger ones says: backends have a faster way for it.
+        """
+        batches = [size.median for bits, size in self._batches.items() if 1 << bits <= 2 * MAX_BATCH]
+        seen = batches if len(batches) > 1 else [*batches, self._single.median]
+        seen = [step for step in seen if step[1]]
         if len(seen) < 2:
             return None
         (least_s, least), (most_s, most) = min(seen, key=_effort), max(seen, key=_effort)
         slope_s = max(0.0, most_s - least_s) / (most - least)
         base_s = max(0.0, least_s - slope_s * least)
+        single_s, single = self._single.median
+        saved_s = max(0.0, base_s + slope_s * single - single_s) if single else 0.0
         token_ns = max(1, round(slope_s * 1e9))
-        return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN)
+        return StepCost(round(base_s * 1e9), token_ns, token_ns // CONTEXT_PER_TOKEN, round(saved_s * 1e9))
 
     def predict_s(self, work: Work) -> float:
         """0: nothing is known, or there is nothing to compute."""

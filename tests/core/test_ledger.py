@@ -126,6 +126,24 @@ def test_a_row_with_a_long_context_costs_more() -> None:
     assert ledger.affordable(request, low.max_ns) == 1  # what the first step left was kept for it
 
 
+def test_the_first_row_beside_a_single_one_costs_what_that_one_saves() -> None:
+    """A step of one token takes 550, of two 950: HIGH keeps three quarters of its speed if LOW has every other step."""
+    ledger, taken = FairLedger(), []
+    ledger.cost = StepCost(base_ns=500, token_ns=225, single_ns=175)
+    low = Request(1, [1], priority=LOW)
+    for _ in range(40):
+        ledger.begin_step([TierWork(1, 0, 0), IDLE, TierWork(16, 0, 0)])
+        *_, turn = ledger.turns()
+        assert turn.max_ns is not None
+        num_tokens = ledger.affordable(low, turn.max_ns)
+        if num_tokens:
+            ledger.charge(low, num_tokens)
+        ledger.charge_decodes(HIGH, "", 1)
+        ledger.end_step((LOW,), MAX_STEP)
+        taken.append(500 + 225 * (1 + num_tokens) - (0 if num_tokens else 175))
+    assert 40 * 550 / sum(taken) == pytest.approx(0.75, abs=0.02)
+
+
 def test_a_tier_that_is_owed_is_rationed_too_and_has_one_token_at_least() -> None:
     ledger = FairLedger()
     for _ in range(50):

@@ -137,4 +137,13 @@ def test_the_cost_of_a_row_is_the_slope_between_small_steps_and_large_batches() 
 
 def test_rows_that_cost_nothing_have_a_price_all_the_same() -> None:
     pace = learn(Pace(), [([(0, 1)], 0.007), ([(0, 1)] * 16, 0.006)])
-    assert pace.cost() == (7_000_000, 1, 0)
+    assert pace.cost() == (7_000_000, 1, 0, 0)
+
+
+def test_a_step_of_one_token_may_have_a_faster_way() -> None:
+    pace = learn(Pace(), [([(0, 1)], 0.0055), ([(0, 1)] * 2, 0.0095), ([(0, 1)] * 16, 0.041)])
+    cost = pace.cost()
+    assert cost is not None
+    assert cost.token_ns == pytest.approx(2_250_000, rel=0.1)
+    assert cost.base_ns == pytest.approx(5_000_000, rel=0.1)
+    assert cost.single_ns == pytest.approx(1_750_000, rel=0.1)

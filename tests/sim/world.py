@@ -719,7 +719,7 @@ class World:
         self.counts["left out"] += 1
         if any(other.priority < request.priority for other in self.scheduler.running):
             return True
-        base_ns, token_ns, _ = self.setup.cost
+        base_ns, token_ns, *_ = self.setup.cost
         num_tokens = sum(piece.length for piece in planned.values())
         is_full = num_tokens + 1 > (max(50_000_000, 4 * base_ns) - base_ns) // token_ns
         return request.priority is Priority.LOW and is_full
