@@ -166,6 +166,7 @@ class World:
         self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
         self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
+        self._first_high: Request | None = None  # the first of its tier when the present plan was begun
         self._owed: set[Priority] = set()  # tiers owed service when the present plan was begun
         self._yielded: set[int] = set()  # blocks of pins that had to give way, until they are evicted
         self._roots = frozenset(cache.tree.root(salt) for salt in SALTS)
@@ -415,6 +416,8 @@ class World:
         if self.fair is not None:
             ledger = self.fair.ledger
             self._owed = {priority for priority in Priority if ledger.is_owed(priority)}
+            first = self.scheduler.waiting.head((Priority.HIGH,))
+            self._first_high = None if first is None else first[1]
             times = {(p, tenant): ledger.clocks[p].time(tenant) for p in Priority for tenant in TENANTS}
         self.now_ns = max(self.now_ns, self.clock_ns)
         plan = self.scheduler.schedule(self.clock_ns)
@@ -748,8 +751,8 @@ class World:
         """A HIGH request that waits for no prefix waits only for HIGH ones, for a tier that is owed, or for memory that
         nobody it may preempt could give back."""
         head = self.scheduler.waiting.head((Priority.HIGH,))
-        if head is None:
-            return
+        if head is None or head[1] is not self._first_high:
+            return  # the one that was first did not fit, and no other request overtakes it
         scheduler, request = self.scheduler, head[1]
         victims = [
             other
