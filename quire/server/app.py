@@ -275,6 +275,12 @@ def make_app(served: Models, gate: Gate, limits: CallLimits) -> ASGIApp:
             allow_origins=gate.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "x-quire-ignored-fields", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "request-id",
+                "x-quire-ignored-fields",
+                "x-quire-unenforced",
+                "retry-after",
+            ],
         )
     return app

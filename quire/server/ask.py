@@ -48,6 +48,8 @@ class Ask:
     cache_ttl_s: float = 300.0
     breakpoints: tuple[Breakpoint, ...] = ()
     wants_cache: bool = False  # show what the cache gave, and why not more
+    ignored: tuple[str, ...] = ()  # what the client sent and has no effect: named in x-quire-ignored-fields
+    unenforced: tuple[str, ...] = ()  # schema keywords the answer is not held to: named in x-quire-unenforced
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.prompts) <= MAX_PROMPTS:

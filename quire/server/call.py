@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,6 +37,9 @@ from quire.server.work import ClientGone, Work
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
+MAX_NAME_CHARS = 64  # of one of those
+IGNORED = "x-quire-ignored-fields"
+UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # of a body
 MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
 MIB = 1 << 20
@@ -154,11 +157,17 @@ class Call:
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
         unknown = unknown_fields(msgspec.json.decode(data), kind)
-        if unknown:
-            names = [re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name)[:64] for name in unknown[:MAX_NAMED_FIELDS]]
-            self.headers["x-quire-ignored-fields"] = ", ".join(names)
-            for name in names:
-                say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+        for name in self.note(IGNORED, unknown):
+            say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+
+    def note(self, header: str, names: Iterable[str]) -> list[str]:
+        """Add names to a header of the answer: what the client sent and does not get. Returns those that fit."""
+        before = [name for name in self.headers.get(header, "").split(", ") if name]
+        found = [re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS] for name in names]
+        new = [name for name in dict.fromkeys(found) if name not in before][: MAX_NAMED_FIELDS - len(before)]
+        if new:
+            self.headers[header] = ", ".join(before + new)
+        return new
 
     # What it gets
 
@@ -168,6 +177,8 @@ class Call:
     async def open(self, ask: Ask) -> Work:
         """Hand the ask to the model it names, unless the client leaves first."""
         self.model = self.models.find(ask.model)
+        self.note(IGNORED, ask.ignored)
+        self.note(UNENFORCED, ask.unenforced)
         self._opening = opening = asyncio.ensure_future(self.models.open(ask, self))
         gone = self._gone
         assert gone is not None, "the body comes first"
