@@ -43,19 +43,23 @@ class Recorder(BaseHTTPRequestHandler):
         print(number, self.command, self.path, len(data), flush=True)
         self.reply(body if isinstance(body, dict) else {})
 
-    do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_OPTIONS = handle_one
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # GET, HEAD, POST and the others
+            return self.handle_one
+        raise AttributeError(name)
 
     def reply(self, body: Event) -> None:
         path = self.path.partition("?")[0]
         if path.endswith("/count_tokens"):
-            return self.send_json({"input_tokens": 1000})
-        if path.endswith("/models"):
-            return self.send_json({"object": "list", "data": [], "models": []})
-        if path.endswith("/messages"):
-            return self.send_events(message_events(body, self.called(body)), body)
-        if path.endswith("/responses"):
-            return self.send_events(response_events(body, self.called(body)), body)
-        self.send_json({"error": {"type": "not_found_error", "message": "not here"}}, 404)
+            self.send_json({"input_tokens": 1000})
+        elif path.endswith("/models"):
+            self.send_json({"object": "list", "data": [], "models": []})
+        elif path.endswith("/messages"):
+            self.send_events(message_events(body, self.called(body)), body)
+        elif path.endswith("/responses"):
+            self.send_events(response_events(body, self.called(body)), body)
+        else:
+            self.send_json({"error": {"type": "not_found_error", "message": "not here"}}, 404)
 
     def called(self, body: Event) -> str | None:
         """The tool to call, where it is offered and no call of it has been made."""
@@ -76,10 +80,8 @@ class Recorder(BaseHTTPRequestHandler):
     def send_events(self, events: Iterator[Event], body: Event) -> None:
         found = list(events)
         if not body.get("stream"):
-            whole = found[0].get("message") or found[-1].get("response")
-            if "message" in found[0]:
-                whole |= {"content": [{"type": "text", "text": TEXT}], "stop_reason": "end_turn"}
-            return self.send_json(whole)
+            self.send_json(found[0].get("message") or found[-1].get("response"))
+            return
         data = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in found).encode()
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -94,10 +96,11 @@ class Recorder(BaseHTTPRequestHandler):
 def message_events(body: Event, tool: str | None) -> Iterator[Event]:
     """Anthropic's."""
     usage = {"input_tokens": 1000, "output_tokens": 8, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
-    message = {"id": "msg_1", "type": "message", "role": "assistant", "model": body.get("model"), "content": []}
+    message: Event = {"id": "msg_1", "type": "message", "role": "assistant", "model": body.get("model"), "content": []}
     yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None, "usage": usage}}
     if tool is None:
-        block, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": TEXT}
+        block: Event = {"type": "text", "text": ""}
+        delta: Event = {"type": "text_delta", "text": TEXT}
     else:
         block = {"type": "tool_use", "id": "toolu_1", "name": tool, "input": {}}
         delta = {"type": "input_json_delta", "partial_json": Recorder.arguments}
@@ -116,7 +119,13 @@ def message_events(body: Event, tool: str | None) -> Iterator[Event]:
 
 def response_events(body: Event, tool: str | None) -> Iterator[Event]:
     """OpenAI's."""
-    response = {"id": "resp_1", "object": "response", "status": "in_progress", "model": body.get("model"), "output": []}
+    response: Event = {
+        "id": "resp_1",
+        "object": "response",
+        "status": "in_progress",
+        "model": body.get("model"),
+        "output": [],
+    }
     yield {"type": "response.created", "sequence_number": 0, "response": response}
     item: Event
     if tool is None:
@@ -137,7 +146,7 @@ def response_events(body: Event, tool: str | None) -> Iterator[Event]:
     yield {"type": "response.output_item.added", "sequence_number": 1, "output_index": 0, "item": added}
     yield delta | {"sequence_number": 2, "item_id": item["id"], "output_index": 0}
     yield {"type": "response.output_item.done", "sequence_number": 3, "output_index": 0, "item": item}
-    usage = {"input_tokens": 1000, "output_tokens": 8, "total_tokens": 1008}
+    usage: Event = {"input_tokens": 1000, "output_tokens": 8, "total_tokens": 1008}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     done = response | {"status": "completed", "output": [item], "usage": usage}
     yield {"type": "response.completed", "sequence_number": 4, "response": done}
