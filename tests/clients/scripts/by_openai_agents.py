@@ -41,10 +41,9 @@ def ask(one: Agent[Any], content: str, **more: Any) -> Any:
 
 
 def chat() -> object:
-    for kind in KINDS:
-        text = ask(agent(kind), checks.QUESTION).final_output
-        checks.expect(checks.ANSWER in text, (kind, text))
-    return f"{text}; the same by {', '.join(KINDS)}"
+    texts = {ask(agent(kind), checks.QUESTION).final_output for kind in KINDS}
+    checks.expect(len(texts) == 1 and checks.ANSWER in "".join(texts), texts)
+    return f"{''.join(texts)}; the same by {', '.join(KINDS)}"
 
 
 def stream() -> object:
@@ -53,33 +52,32 @@ def stream() -> object:
         events = [event async for event in found.stream_events() if event.type == "raw_response_event"]
         return [event.data.delta for event in events if event.data.type == "response.output_text.delta"]
 
-    for kind in KINDS:
-        pieces = LOOP.run_until_complete(deltas(kind))
-        checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), (kind, pieces))
-    return f"{len(pieces)} chunks; by {', '.join(KINDS)}"
+    streams = {kind: LOOP.run_until_complete(deltas(kind)) for kind in KINDS}
+    for pieces in streams.values():
+        checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), streams)
+    return ", ".join(f"{len(pieces)} chunks by {kind}" for kind, pieces in streams.items())
 
 
 def tool() -> object:
     """A whole turn: the first answer must be a call, and the client itself asks again with its result."""
     asked: list[str] = []
 
-    @function_tool
     def get_weather(city: Annotated[str, Field(max_length=24)]) -> str:
         """The weather of a city."""
         asked.append(city)
         return f"sunny in {city}"
 
     for kind in KINDS:
-        found = ask(agent(kind, tools=[get_weather], choice="required"), checks.WEATHER, max_turns=3)
+        one = agent(kind, tools=[function_tool(get_weather)], choice="required")
+        found = ask(one, checks.WEATHER, max_turns=3)
         outputs = [item.output for item in found.new_items if item.type == "tool_call_output_item"]
         checks.expect(outputs == [f"sunny in {asked[-1]}"] and found.final_output, found.new_items)
-    return f"get_weather({asked[-1]}), then {found.final_output}; by {', '.join(KINDS)}"
+    return f"get_weather({asked[-1]}), run and answered by {', '.join(KINDS)}"
 
 
 def schema() -> object:
-    for kind in KINDS:
-        told = checks.expect_capital(ask(agent(kind, output_type=Capital), checks.QUESTION).final_output.model_dump())
-    return f"{told}; by {', '.join(KINDS)}"
+    found = [ask(agent(kind, output_type=Capital), checks.QUESTION).final_output.model_dump() for kind in KINDS]
+    return ", ".join(f"{checks.expect_capital(one)} by {kind}" for kind, one in zip(KINDS, found, strict=True))
 
 
 def error() -> object:

@@ -35,10 +35,9 @@ class Weather(BaseModel):
 
 
 def chat() -> object:
-    for name, model in MODELS.items():
-        text = Agent(model, model_settings=SETTINGS).run_sync(checks.QUESTION).output
-        checks.expect(checks.ANSWER in text, (name, text))
-    return f"{text}; the same by {', '.join(MODELS)}"
+    texts = {Agent(model, model_settings=SETTINGS).run_sync(checks.QUESTION).output for model in MODELS.values()}
+    checks.expect(len(texts) == 1 and checks.ANSWER in "".join(texts), texts)
+    return f"{''.join(texts)}; the same by {', '.join(MODELS)}"
 
 
 def stream() -> object:
@@ -46,25 +45,25 @@ def stream() -> object:
         async with Agent(model, model_settings=SETTINGS).run_stream(checks.QUESTION) as found:
             return [piece async for piece in found.stream_text(delta=True, debounce_by=None)]
 
-    for name, model in MODELS.items():
-        found = asyncio.run(pieces(model))
-        checks.expect(len(found) > 3 and checks.ANSWER in "".join(found), (name, found))
-    return f"{len(found)} chunks; by {', '.join(MODELS)}"
+    streams = {name: asyncio.run(pieces(model)) for name, model in MODELS.items()}
+    for found in streams.values():
+        checks.expect(len(found) > 3 and checks.ANSWER in "".join(found), streams)
+    return ", ".join(f"{len(found)} chunks by {name}" for name, found in streams.items())
 
 
 def tool() -> object:
     """An output tool, which the client requires."""
-    for name, model in MODELS.items():
-        agent = Agent(model, output_type=ToolOutput(Weather, name="get_weather"), model_settings=SETTINGS)
-        told = checks.expect_city(agent.run_sync(checks.WEATHER).output.model_dump())
-    return f"{told}; by {', '.join(MODELS)}; last {name}"
+    output = ToolOutput(Weather, name="get_weather")
+    agents = {name: Agent(model, output_type=output, model_settings=SETTINGS) for name, model in MODELS.items()}
+    found = {name: agent.run_sync(checks.WEATHER).output.model_dump() for name, agent in agents.items()}
+    return ", ".join(f"{checks.expect_city(one)} by {name}" for name, one in found.items())
 
 
 def schema() -> object:
-    for model in (CHAT, MODELS["responses"]):
-        agent = Agent(model, output_type=NativeOutput(Capital), model_settings=SETTINGS)
-        told = checks.expect_capital(agent.run_sync(checks.QUESTION).output.model_dump())
-    return f"{told}; by chat and responses"
+    models = (CHAT, MODELS["responses"])
+    agents = [Agent(model, output_type=NativeOutput(Capital), model_settings=SETTINGS) for model in models]
+    found = [checks.expect_capital(agent.run_sync(checks.QUESTION).output.model_dump()) for agent in agents]
+    return f"{found[0]} by chat, {found[1]} by responses"
 
 
 def error() -> object:
