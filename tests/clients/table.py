@@ -77,7 +77,7 @@ CLIENTS = (
     Client("aider", "aider", ("aider-chat==0.86.2",), "by_aider.py", ("chat", "edit", "error")),
     Client("llama-index", "llama-index", ("llama-index-llms-openai-like==0.8.1",), "by_llama_index.py", CHAT_CHECKS),
     Client("smolagents", "smolagents", ("smolagents[openai]==1.26.0",), "by_smolagents.py", CHAT_CHECKS),
-    Client("inspect-ai", "inspect-ai", INSPECT, "by_inspect_ai.py", CHAT_CHECKS),
+    Client("inspect-ai", "inspect-ai", INSPECT, "by_inspect_ai.py", ("chat", "tool", "schema", "error", "usage")),
     Client("dspy", "dspy", ("dspy==3.4.1",), "by_dspy.py", ("chat", "stream", "tool", "schema", "error", "usage")),
     Client(
         "outlines", "outlines", ("outlines[openai]==1.3.3",), "by_outlines.py", ("chat", "stream", "schema", "error")
