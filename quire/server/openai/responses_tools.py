@@ -16,7 +16,11 @@ from quire.server.openai.tools import forced_tool
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 INPUT = "input"  # the argument that is a custom tool's text
-CUSTOM: Mapping[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+CUSTOM: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string", "description": "The whole text."}},
+    "required": [INPUT],
+}
 _RUN_BY_CLIENT = ("function", "custom")
 
 
