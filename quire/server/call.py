@@ -191,6 +191,7 @@ class Call:
                 opening.result().close(ClientGone())
             raise ClientGone
         self._work = opening.result()
+        self.note(IGNORED, self._work.ignored)
         return self._work
 
     async def use(self, name: str | None) -> Service:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.errors import InvalidRequest
@@ -17,14 +17,14 @@ _SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON sc
 
 
 @contextmanager
-def shape_errors(ask: Ask, words_field: str | None, tool_field: Callable[[int], str]) -> Iterator[None]:
-    """`words_field`: what the shape of words was asked for by. `tool_field`: where the schema of a tool stands."""
+def shape_errors(ask: Ask, words_field: str | None) -> Iterator[None]:
+    """`words_field`: the field that asked for the shape of words."""
     try:
         yield
     except InvalidRequest as error:
         if not str(error).startswith("grammar"):
             raise
-        field = _guilty_field(ask, str(error), tool_field) or words_field or "tools"
+        field = _guilty_field(ask, str(error)) or words_field or "tools"
         raise shape_error(field, error) from None
 
 
@@ -34,9 +34,9 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_field(ask: Ask, error: str, tool_field: Callable[[int], str]) -> str | None:
+def _guilty_field(ask: Ask, error: str) -> str | None:
     chat = ask.prompts[0]
     number = guilty_tool(error)
     if not isinstance(chat, ChatRequest) or number is None or number >= len(chat.callable_tools):
         return None
-    return tool_field(chat.tools.index(chat.callable_tools[number]))
+    return chat.callable_tools[number].schema_path or None

@@ -136,6 +136,15 @@ class Work:
         return first if isinstance(first, ChatRequest) else None
 
     @property
+    def ignored(self) -> list[str]:
+        """What was sent for the chat template, and the template of this model does not know."""
+        chat = self._chat
+        if chat is None or not chat.template_args:
+            return []
+        unknown = self._service.text.template.unknown_args(chat.template_args)
+        return [f"chat_template_kwargs.{name}" for name in unknown]
+
+    @property
     def pinned_tokens(self) -> int:
         return self._service.pinned_tokens(self.requests[0])
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest, TemplateError
 from quire.text.reasoning import SWITCHES, find_reasoning
-from quire.text.rendering import Renderer
+from quire.text.rendering import Renderer, TemplateRefusal
 from quire.text.tokenizer import Tokenizer, check_text
 from quire.text.tool_formats import find_tool_format
 from quire.text.tool_prompts import described, fitting_id, in_words, made_call
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode, check_call, check_choice, check_tools
+from quire.text.turns import STRICTEST, TurnRules, conform, find_rules, is_plain
 from quire.text.vocab_spec import AddedToken
 
 MAX_MESSAGES = 2048
@@ -131,6 +133,7 @@ class ChatTemplate:
         self._renderer = renderer
         self._all = _Finder(tokenizer.control)
         self._special = _Finder(token for token in tokenizer.control if token.special)
+        self._rules: TurnRules | None = None
 
     @property
     def exists(self) -> bool:
@@ -141,7 +144,7 @@ class ChatTemplate:
         self._render_with({"messages": [{"role": "user", "content": "Hi"}]}, is_trial=True)
 
     def encode(self, request: ChatRequest) -> list[int]:
-        """The prompt's token ids. Raises TemplateError, or InvalidRequest for arguments the template does not know."""
+        """The prompt's token ids. Raises TemplateError."""
         text, marker = self._render(request)
         return self._tokenizer.encode_marked(text, marker)
 
@@ -149,6 +152,11 @@ class ChatTemplate:
         """The prompt as text, for people: encoding it would turn control strings in messages into control tokens."""
         text, marker = self._render(request)
         return text.replace(marker, "")
+
+    def unknown_args(self, args: Iterable[str]) -> list[str]:
+        """Those the template does not mention: they have no effect."""
+        names = list(args)
+        return [name for name in names if name not in self._variables()] if names else []
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -159,8 +167,25 @@ class ChatTemplate:
         messages: Sequence[Message] = request.messages
         if not self.tool_format.is_in_template:
             messages, tools = in_words(messages, tools, self.tool_format), ()
+        rules = TurnRules() if is_plain(messages) else self._turn_rules()
+        try:
+            return self._render_turns(request, conform(messages, rules), tools)
+        except TemplateRefusal:
+            # An effort is a hint, and trials do not show everything that a template may refuse.
+            other = replace(request, reasoning_effort=None)
+            for other_rules in (rules, STRICTEST):
+                with suppress(TemplateError):
+                    return self._render_turns(other, conform(messages, other_rules), tools)
+            raise
+
+    def _render_turns(
+        self, request: ChatRequest, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[str, str]:
         entries = self._entries(messages)
-        variables: dict[str, Any] = dict(request.template_args)
+        unknown = self.unknown_args(request.template_args)
+        variables: dict[str, Any] = {
+            name: value for name, value in request.template_args.items() if name not in unknown
+        }
         if tools:
             variables["tools"] = [described(tool) for tool in tools]
         marker, end = _unused_characters([*_strings(entries), *_strings(variables), self._source or ""])
@@ -170,7 +195,7 @@ class ChatTemplate:
         if request.continue_last:
             variables["messages"][-1]["content"] += end + " "
         variables = {**self._switches(request), **variables}
-        rendered = self._render_with(variables, args=request.template_args)
+        rendered = self._render_with(variables)
         return (_cut(rendered, end) if request.continue_last else rendered), marker
 
     def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -229,16 +254,18 @@ class ChatTemplate:
             self._renderer = Renderer(self._source)
         return self._renderer.variables
 
-    def _render_with(self, variables: Mapping[str, Any], *, args: Iterable[str] = (), is_trial: bool = False) -> str:
+    def _turn_rules(self) -> TurnRules:
+        """Found out at the first conversation that needs them."""
+        if self._rules is None:
+            tools = [described(Tool("trial"))] if self.tool_format.is_in_template else None
+            self._rules = find_rules(lambda entries: self._render_with({"messages": list(entries), "tools": tools}))
+        return self._rules
+
+    def _render_with(self, variables: Mapping[str, Any], *, is_trial: bool = False) -> str:
         if self._source is None:
             raise TemplateError("this model has no chat template: send it a prompt as a raw completion instead")
         if self._renderer is None:
             self._renderer = Renderer(self._source)
-        for name in args:
-            if name not in self._variables():
-                known = sorted(name for name in self._variables() if not _is_reserved(name))
-                text = f"template_args[{name[:40]!r}] is not known to this model's template"
-                raise InvalidRequest(f"{text}; it knows {known!s:.500}")
         everything = {**self._tokenizer.special_tokens, "tools": None, "documents": None, **variables}
         everything.setdefault("add_generation_prompt", True)
         return self._renderer.check(everything) if is_trial else self._renderer.render(everything)

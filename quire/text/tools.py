@@ -16,7 +16,9 @@ from quire.text.tokenizer import check_text
 MAX_TOOLS = 128
 MAX_CALL_ID_CHARS = 256
 MAX_ARGUMENTS_DEPTH = 64
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_TOOL_NAME_CHARS = 128
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
+_NAME_RULE = f"is not 1 to {MAX_TOOL_NAME_CHARS} of A-Z a-z 0-9 _ -"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of the arguments; empty: none
     is_strict: bool = True  # the arguments must follow the schema
+    path: str = field(default="", compare=False)  # where it stands in the request, for errors
+    schema_path: str = field(default="", compare=False)  # where its schema does
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,21 @@ def check_tools(tools: Sequence[Tool]) -> None:
         raise InvalidRequest(f"tools has {len(tools)} entries, more than {MAX_TOOLS}")
     names: set[str] = set()
     for i, tool in enumerate(tools):
+        path = tool.path or f"tools[{i}]"
+        schema_path = tool.schema_path or f"{path}.parameters"
         if not _NAME.fullmatch(tool.name):
-            raise InvalidRequest(f"tools[{i}].name = {tool.name!r:.80} is not 1 to 64 of A-Z a-z 0-9 _ -")
+            raise InvalidRequest(f"{path}.name = {tool.name!r:.160} {_NAME_RULE}")
         if tool.name in names:
-            raise InvalidRequest(f"tools[{i}].name = {tool.name!r} is another tool's name already")
+            raise InvalidRequest(f"{path}.name = {tool.name!r} is another tool's name already")
         names.add(tool.name)
         kind = tool.parameters.get("type", "object")
         if kind != "object":
-            raise InvalidRequest(f"tools[{i}].parameters.type = {kind!r:.80} is not object")
-        check_text(tool.description, name=f"tools[{i}].description")
+            raise InvalidRequest(f"{schema_path}.type = {kind!r:.80} is not object")
+        check_text(tool.description, name=f"{path}.description")
         try:
             json_schema_grammar(tool.parameters)
         except InvalidRequest as error:
-            raise InvalidRequest(f"tools[{i}].parameters: {str(error).removeprefix('grammar').lstrip(': ')}") from None
+            raise InvalidRequest(f"{schema_path}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
@@ -75,12 +81,12 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
         if name is not None and name not in names:
             raise InvalidRequest(f"tool_choice names {name!r:.80}, which is not among tools")
     if choice.mode is ToolMode.REQUIRED and not tools:
-        raise InvalidRequest("tool_choice asks for a call, and tools has none")
+        raise InvalidRequest("tool_choice asks for a call, and tools has no function that the client runs")
 
 
 def check_call(call: ToolCall, path: str, arguments_name: str = "arguments") -> None:
     if not _NAME.fullmatch(call.name):
-        raise InvalidRequest(f"{path}.name = {call.name!r:.80} is not 1 to 64 of A-Z a-z 0-9 _ -")
+        raise InvalidRequest(f"{path}.name = {call.name!r:.160} {_NAME_RULE}")
     if not 1 <= len(call.call_id) <= MAX_CALL_ID_CHARS:
         raise InvalidRequest(f"{path}.id is not 1 to {MAX_CALL_ID_CHARS} characters")
     try:

@@ -396,7 +396,7 @@ def _items() -> Iterator[Hostile]:
     yield field(RESPONSES, "text", {"format": {"type": "json_schema", "name": "a"}}, label="no schema")
     away = {"type": "json_schema", "name": "a", "schema": {"$ref": "http://127.0.0.1:9/"}, "strict": True}
     yield field(RESPONSES, "text", {"format": away}, label="a schema elsewhere")
-    yield field(RESPONSES, "tools", [{"type": "web_search"}], label="a server's tool")
+    yield field(RESPONSES, "tool_choice", {"type": "web_search"}, label="a server's tool")
     yield field(RESPONSES, "tools", [{"type": "function"}], label="no name")
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools")
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name")
@@ -580,6 +580,7 @@ def _wrong_types() -> Iterator[Hostile]:
                 "structured_outputs",
                 "guided_json",
                 "output_config",
+                "context_management",
                 "text",
                 "reasoning",
             )

@@ -327,7 +327,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type = 'image' is not supported"),
         ({"tools": [{"name": "look up", "input_schema": {"type": "object"}}]}, "tools.0.name = 'look up' is not"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and tools has none"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and tools has no"),
         ({"extra_body": {"container": "c1"}}, "container = 'c1' is not supported"),
         ({"messages": []}, "messages has 0 entries"),
         ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages.0.role = 'judge'"),

@@ -230,7 +230,6 @@ ASKED: dict[str, tuple[Any, str]] = {
     "mcp_servers": ([{"type": "url"}], "mcp_servers"),
     "container": ("c1", "container"),
     "compaction": ({"enabled": True}, "compaction.enabled"),
-    "context_management": ({"edits": [{"type": "clear_tool_uses"}]}, "context_management.edits"),
     "thread": ({"id": "t"}, "thread.id"),
     "diagnostics": ({"previous_message_id": "msg_1"}, "diagnostics.previous_message_id"),
     "fallbacks": ([{"model": "n"}], "fallbacks"),
@@ -312,14 +311,39 @@ def test_at_most_four_breakpoints() -> None:
 
 def test_counting_takes_the_same_conversation() -> None:
     data = json.dumps({"model": "m", "messages": HELLO, "system": [text("s")]})
-    chat, _ = conversation(msgspec.json.decode(data, type=CountTokensRequest))
-    assert chat == chat_of(parse(system=[text("s")]))
+    found = conversation(msgspec.json.decode(data, type=CountTokensRequest))
+    assert found.chat == chat_of(parse(system=[text("s")]))
 
 
 # Tools, thoughts, shapes
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Of a city", "input_schema": SCHEMA}
+SEARCH = {"name": "web", "type": "web_search_20250305"}
+
+
+def test_tools_that_a_server_runs_are_left_out_and_named() -> None:
+    ask = parse(tools=[SEARCH, WEATHER])
+    assert [tool.name for tool in chat_of(ask).tools] == ["get_weather"]
+    assert chat_of(ask).tools[0].schema_path == "tools.1.input_schema"
+    assert ask.ignored == ("tools.0.web_search_20250305",)
+
+
+def test_a_deferred_tool_is_shown_when_it_was_found() -> None:
+    tools = [WEATHER, {"name": "now", "defer_loading": True}]
+    assert [tool.name for tool in chat_of(parse(tools=tools)).tools] == ["get_weather"]
+    found = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "tool_reference", "tool_name": "now"}]}
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "get_weather"}]}
+    chat = chat_of(parse(tools=tools, messages=[*HELLO, called, {"role": "user", "content": [found]}]))
+    assert [tool.name for tool in chat.tools] == ["get_weather", "now"]
+    assert chat.messages[-1].text == "Tool found: now"
+    forced = chat_of(parse(tools=tools, tool_choice={"type": "tool", "name": "now"}))
+    assert [tool.name for tool in forced.callable_tools] == ["now"]
+
+
+def test_what_claude_code_tells_a_bill_of_is_no_text_for_a_model() -> None:
+    told = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
+    assert chat_of(parse(system=told)).messages == chat_of(parse(system=[text("Be kind.")])).messages
 
 
 def test_tools_and_choices() -> None:
@@ -375,14 +399,18 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tools": [{"name": "a b"}]}, r"^tools\.0\.name = 'a b' is not 1 to 64 of"),
+        ({"tools": [{"name": "a b"}]}, r"^tools\.0\.name = 'a b' is not 1 to 128 of"),
         ({"tools": [WEATHER, WEATHER]}, r"^tools\.1\.name = 'get_weather' is another tool's"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, r"^tools\.0\.input_schema\.type = 'array'"),
-        ({"tools": [{"name": "web", "type": "web_search_20250305"}]}, r"^tools\.0\.type = 'web_search_20250305' is"),
+        (
+            {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web"}},
+            r"^tool_choice\.name = 'web' is not supported: this server runs no tools",
+        ),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "^tool_choice asks for a call, and tools has no"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, r"^tool_choice\.name is missing"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "^tool_choice names 'x', which is not"),
         ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, r"^tool_choice\.type = 'all' is not one of auto, any"),
-        ({"tool_choice": {"type": "any"}}, "^tool_choice asks for a call, and tools has none"),
+        ({"tool_choice": {"type": "any"}}, "^tool_choice asks for a call, and tools has no function"),
         ({"thinking": {"type": "maybe"}}, r"^thinking\.type = 'maybe' is not one of"),
         ({"output_format": {"type": "xml"}}, r"^output_format\.type = 'xml' is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, r"^output_config\.format\.schema is missing"),

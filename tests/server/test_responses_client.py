@@ -166,7 +166,7 @@ def test_a_call_in_a_stream(client: OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported_value"),
         ({"input": "word " * 9000}, "input", "context_length_exceeded"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", None),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "unsupported_value"),

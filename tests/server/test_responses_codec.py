@@ -24,7 +24,9 @@ from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.openai.errors import RESPONSES
 from quire.server.openai.responses import Reply
-from quire.server.openai.responses_parsing import parse_responses, parse_tools
+from quire.server.openai.responses_items import AnswerItems
+from quire.server.openai.responses_parsing import parse_responses
+from quire.server.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
 from quire.server.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
 from quire.server.work import ClientGone, Work
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
@@ -182,14 +184,78 @@ TOOL_F, TOOL_G = Tool("f", "", {"type": "object"}, False), Tool("g", is_strict=F
     ids=str,
 )
 def test_tools(choice: Any, tools: tuple[Tool, ...], expected: ToolChoice) -> None:
-    assert parse_tools(body_of(tools=[F, G], tool_choice=choice)) == (tools, expected)
+    assert parse_tools(body_of(tools=[F, G], tool_choice=choice)) == ResponseTools(tools, expected, (), ())
 
 
 def test_tools_in_detail() -> None:
     strict = {**F, "description": "Does f.", "strict": True}
-    found, choice = parse_tools(body_of(tools=[strict], parallel_tool_calls=False))
-    assert found == (Tool("f", "Does f.", {"type": "object"}, True),)
-    assert choice == ToolChoice(is_parallel=False)
+    found = parse_tools(body_of(tools=[strict], parallel_tool_calls=False))
+    assert found.tools == (Tool("f", "Does f.", {"type": "object"}, True),)
+    assert found.choice == ToolChoice(is_parallel=False)
+
+
+GROUP = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [F, {**G, "description": "g!"}],
+}
+PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}
+
+
+def test_tools_of_a_group_are_called_by_one_name_and_told_by_two() -> None:
+    body = body_of(tools=[F, GROUP], tool_choice={"type": "function", "namespace": "agents", "name": "g"})
+    found = parse_tools(body)
+    assert [tool.name for tool in found.tools] == ["f", "agents__f", "agents__g"]
+    assert [tool.description for tool in found.tools] == ["", "Other agents.", "g!"]
+    assert found.tools[2].schema_path == "tools[1].tools[1].parameters"
+    assert found.choice == ToolChoice(ToolMode.REQUIRED, "agents__g")
+    assert qualified_name("mcp__mail__", "send") == "mcp__mail__send"
+    items = AnswerItems("a", client_tools(body))
+    items.take(
+        [CallStart(0, "c0", "agents__g"), CallArguments(0, "{}"), CallStart(1, "c1", "f"), CallArguments(1, "{}")]
+    )
+    items.finish(is_whole=True)
+    first, second = msgspec.to_builtins(items.done)
+    assert (first["name"], first["namespace"], first["call_id"]) == ("g", "agents", "c0")
+    assert second["name"] == "f"
+    assert "namespace" not in second
+    # Sent back, it is what the model called.
+    items_back = [
+        {"role": "user", "content": "?"},
+        first,
+        {"type": "function_call_output", "call_id": "c0", "output": "x"},
+    ]
+    _, called, _ = conversation(input=items_back).messages
+    assert called.tool_calls[0].name == "agents__g"
+
+
+def test_a_custom_tool_is_called_with_a_text() -> None:
+    body = body_of(tools=[PATCH])
+    found = parse_tools(body)
+    assert found.unenforced == ("tools[0].format",)
+    assert found.tools[0].parameters["required"] == ["input"]
+    items = AnswerItems("a", client_tools(body))
+    items.take([CallStart(0, "c0", "patch"), CallArguments(0, '{"input": "a\\n'), CallArguments(0, 'b"}')])
+    events = items.finish(is_whole=True)
+    (item,) = msgspec.to_builtins(items.done)
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "a\nb")
+    assert [type(event).__name__ for event in events] == [
+        "CustomToolCallInputDelta", "CustomToolCallInputDone", "OutputItemDone",
+    ]  # fmt: skip
+    cut = AnswerItems("a", client_tools(body))
+    cut.take([CallStart(0, "c0", "patch"), CallArguments(0, '{"inp')])
+    cut.finish(is_whole=False)
+    assert msgspec.to_builtins(cut.done)[0]["input"] == ""
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
+def test_tools_that_a_server_runs_are_left_out_and_named(choice: str | None) -> None:
+    found = ask_for(tools=[{"type": "web_search", "external_web_access": False}, F], tool_choice=choice)
+    assert found.ignored == ("tools[0].web_search",)
+    chat = found.prompts[0]
+    assert isinstance(chat, ChatRequest)
+    assert [tool.name for tool in chat.tools] == ["f"]
 
 
 def test_shapes() -> None:
@@ -274,9 +340,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens = 0 is not", "max_output_tokens"),
     ({"top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    (
+        {"tools": [{**GROUP, "tools": [F, F]}]},
+        "tools[0].tools[1].name = 'agents__f' is another",
+        "tools[0].tools[1].name",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice asks for a call, and", "tool_choice"),
     ({"tools": [F, F]}, "tools[1].name = 'f' is another tool's name", "tools[1].name"),
     ({"tools": [{**F, "name": "a b"}]}, "tools[0].name = 'a b' is not", "tools[0].name"),
-    ({"tool_choice": "required"}, "tool_choice asks for a call, and tools has none", "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and tools has no", "tool_choice"),
     ({"tools": [F], "tool_choice": {"type": "function", "name": "h"}}, "tool_choice names 'h', which", "tool_choice"),
     (
         {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
@@ -302,7 +374,13 @@ def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text:
 
 
 BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type = 'web_search' is not supported", "tools[0].type"),
+    (
+        {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type = 'web_search' is not supported: it is function or allowed_tools: this server runs no tools",
+        "tool_choice.type",
+    ),
+    ({"tools": [{"type": "namespace"}]}, "tools[0].name is missing", "tools[0].name"),
+    ({"tools": [{**GROUP, "tools": [{}]}]}, "tools[0].tools[0].name is missing", "tools[0].tools[0].name"),
     ({"tools": [{"type": "function"}]}, "tools[0].name is missing", "tools[0].name"),
     ({"tool_choice": "maybe"}, "tool_choice = 'maybe' is not one of", "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.name is missing", "tool_choice.name"),
@@ -314,7 +392,7 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        "tool_choice.tools is missing or names none",
+        "tool_choice.tools is missing or names no tool",
         "tool_choice.tools",
     ),
     ({"tools": [F] * 129}, "tools has 129 entries, more than 128", "tools"),

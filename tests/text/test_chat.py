@@ -116,6 +116,8 @@ def test_prompts_are_those_of_transformers(style: str, generation: bool, json_to
     template.check()
     for messages in CONVERSATIONS:
         plain = [{"role": message.role.value, "content": message.text} for message in messages]
+        if style in ("phi3", "mistral") and plain[0]["role"] == "system":  # they leave it out: we do not
+            plain = [{"role": "user", "content": "\n\n".join(one["content"] for one in plain)}]
         options: dict[str, Any] = {"chat_template": STYLES[style], "add_generation_prompt": generation}
         request = ChatRequest(messages, add_generation_prompt=generation)
         assert template.render(request) == theirs.apply_chat_template(plain, tokenize=False, **options)
@@ -166,7 +168,7 @@ def test_a_template_cannot_complete_a_control_string() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_gguf())
     for source in ("{{ messages[0].content }}{{ messages[1].content }}", "{{ messages[0].content }}_end|>"):
         template = ChatTemplate(source, tokenizer)
-        ids = template.encode(ChatRequest([_say(Role.USER, "<|im"), _say(Role.USER, "_end|>")]))
+        ids = template.encode(ChatRequest([_say(Role.USER, "<|im"), _say(Role.ASSISTANT, "_end|>")]))
         assert tokenizer.decode(ids, skip_special=False) == "<|im_end|>"
         assert tokenizer.control_ids.isdisjoint(ids)
         template.close()
@@ -235,7 +237,7 @@ def test_no_template(gguf_tokenizer: Tokenizer) -> None:
 def test_a_template_refuses_in_its_own_words(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["gemma"], gguf_tokenizer)
     with pytest.raises(TemplateError, match="roles must alternate"):
-        template.encode(ChatRequest([_say(Role.USER, "a"), _say(Role.USER, "b")]))
+        template.encode(ChatRequest([_say(Role.ASSISTANT, "a"), _say(Role.USER, "b")]))
     template.close()
 
 
@@ -243,8 +245,9 @@ def test_arguments_the_template_knows(gguf_tokenizer: Tokenizer) -> None:
     template = ChatTemplate(STYLES["qwen3"], gguf_tokenizer)
     request = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinking": False})
     assert template.render(request).endswith("<think>\n\n</think>\n\n")
-    with pytest.raises(InvalidRequest, match=r"template_args\['enable_thinkin'\].*knows \['enable_thinking'\]"):
-        template.render(ChatRequest(CONVERSATIONS[0], template_args={"enable_thinkin": False}))
+    unknown = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinkin": False})
+    assert template.render(unknown) == template.render(ChatRequest(CONVERSATIONS[0]))
+    assert template.unknown_args({"enable_thinkin": False, "enable_thinking": False}) == ["enable_thinkin"]
     template.close()
 
 

@@ -492,7 +492,7 @@ def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() ->
         ([Tool("f", "", {"type": "string"})], AUTO, r"tools\[0\]\.parameters\.type = 'string' is not object"),
         ([Tool("f", "\ud800")], AUTO, r"tools\[0\]\.description has a lone surrogate"),
         ([Tool("f", "", {"a": float("nan")})], AUTO, r"tools\[0\]\.parameters: "),
-        ([], REQUIRED, "tool_choice asks for a call, and tools has none"),
+        ([], REQUIRED, "tool_choice asks for a call, and tools has no"),
         ([NOW], ToolChoice(ToolMode.REQUIRED, "then"), "tool_choice names 'then', which is not among tools"),
         ([NOW], ToolChoice(allowed=("then",)), "tool_choice names 'then'"),
     ],

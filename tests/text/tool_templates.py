@@ -74,9 +74,10 @@ LLAMA3 = """{{- '<|im_start|>system\\n\\n' }}
 """
 
 MISTRAL = """{{- bos_token }}
+{%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {%- if tools is not none and loop.last %}
+        {%- if tools is not none and message == questions[-1] %}
             {{- '[AVAILABLE_TOOLS] [' }}
             {%- for tool in tools %}{{- tool | tojson }}{{- ', ' if not loop.last else '' }}{%- endfor %}
             {{- '][/AVAILABLE_TOOLS]' }}

@@ -16,11 +16,11 @@ from msgspec import UNSET, UnsetType
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
 from quire.server.anthropic.blocks import BlockWriter, blocks_of
+from quire.server.anthropic.editing import Edited, apply
 from quire.server.anthropic.parsing import (
     TTL_S,
     conversation,
     grammar_of,
-    input_schema_field,
     shape_field,
     shows_thoughts,
     to_ask,
@@ -28,6 +28,7 @@ from quire.server.anthropic.parsing import (
 from quire.server.anthropic.support import refuse_unsupported
 from quire.server.anthropic.types import (
     AnswerBlock,
+    AppliedEdits,
     CacheCreation,
     CountTokensRequest,
     DeltaUsage,
@@ -38,12 +39,16 @@ from quire.server.anthropic.types import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OriginalTokens,
     StopDelta,
     TokenCount,
     ToolUseBlock,
 )
+from quire.server.ask import Prompt
 from quire.server.cache_view import CacheView, view
+from quire.server.call import IGNORED
 from quire.server.shapes import shape_errors
+from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -52,16 +57,21 @@ if TYPE_CHECKING:
     from quire.server.service import Service
     from quire.server.work import Work
 
+ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 
 async def messages(call: Call) -> Response:
     body = await call.body(MessagesRequest)
     ask = to_ask(body)
-    with shape_errors(ask, shape_field(body), input_schema_field):
+    model = _served_name(call, body.model)
+    edited = await _edited(call, body, ask.prompts[0])
+    ask = replace(ask, model=model, prompts=(edited.chat,))
+    with shape_errors(ask, shape_field(body)):
         work = await call.open(ask)
         num_hour_tokens = hour_tokens(call.service, work)
-        reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body))
+        edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
+        reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
         if ask.is_streaming:
             return await call.stream(work, reply.events())
         one = (await call.result(work))[0].completions[0]
@@ -73,9 +83,33 @@ async def count_tokens(call: Call) -> Response:
     body = await call.body(CountTokensRequest)
     refuse_unsupported(body)
     grammar_of(body)  # a body that would be refused is not counted either
-    chat, _ = conversation(body)
-    service = await call.use(body.model)
-    return call.json(TokenCount(len(await service.encode(chat))))
+    found = conversation(body)
+    call.note(IGNORED, found.ignored)
+    edited = await _edited(call, body, found.chat)
+    service = await call.use(_served_name(call, body.model))
+    num_tokens = len(await service.encode(edited.chat))
+    if body.context_management is None:
+        return call.json(TokenCount(num_tokens))
+    original = num_tokens if edited.num_original_tokens is None else edited.num_original_tokens
+    return call.json(TokenCount(num_tokens, OriginalTokens(original)))
+
+
+def _served_name(call: Call, name: str) -> str | None:
+    """Agents made for Anthropic's models ask for them by name: the default model answers, and the header says so."""
+    if call.models.has(name) or not name.startswith(ANTHROPIC_MODELS):
+        return name
+    call.note(IGNORED, ("model",))
+    return None
+
+
+async def _edited(call: Call, body: CountTokensRequest, chat: Prompt) -> Edited:
+    """The conversation after `context_management`. Counts tokens only where an edit could clear something."""
+    assert isinstance(chat, ChatRequest)
+
+    async def count(chat: ChatRequest) -> int:
+        return len(await (await call.use(_served_name(call, body.model))).encode(chat))
+
+    return await apply(body.context_management, chat, count)
 
 
 def hour_tokens(service: Service, work: Work) -> int:
@@ -88,8 +122,17 @@ def hour_tokens(service: Service, work: Work) -> int:
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: Work, max_tokens: int, num_hour_tokens: int = 0, *, shows_thoughts: bool = False) -> None:
+    def __init__(
+        self,
+        work: Work,
+        max_tokens: int,
+        num_hour_tokens: int = 0,
+        *,
+        shows_thoughts: bool = False,
+        edits: AppliedEdits | UnsetType = UNSET,
+    ) -> None:
         self._work = work
+        self._edits = edits
         self._max_tokens = max_tokens
         self._num_hour_tokens = num_hour_tokens
         self._shows_thoughts = shows_thoughts
@@ -116,7 +159,8 @@ class Reply:
                 pieces += parser.finish()
             if self._max_tokens and (news := blocks.take(pieces)):
                 yield b"".join(map(event, news))
-        end = MessageDelta(self._stop(finish, stop, has_calls=blocks.has_calls), self._delta_usage(), self._cache())
+        reason = self._stop(finish, stop, has_calls=blocks.has_calls)
+        end = MessageDelta(reason, self._delta_usage(), self._edits, self._cache())
         last_events = [*(blocks.end() if self._max_tokens else ()), end, MessageStop()]
         yield b"".join(map(event, last_events))
 
@@ -152,6 +196,7 @@ class Reply:
             stop_reason=None if end is None else end.stop_reason,
             stop_sequence=None if end is None else end.stop_sequence,
             usage=self.usage(),
+            context_management=UNSET if end is None else self._edits,
             cache=cache,
         )
 

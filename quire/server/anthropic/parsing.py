@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
+from quire.server.anthropic.editing import ignored_edits
 from quire.server.anthropic.support import refuse_unsupported, unsupported
 from quire.server.anthropic.types import (
     ROLES,
@@ -20,6 +21,7 @@ from quire.server.anthropic.types import (
     CountTokensRequest,
     MessagesRequest,
     OutputFormat,
+    ResultPart,
     ToolParam,
 )
 from quire.server.ask import Ask, Breakpoint, priority_of
@@ -31,6 +33,7 @@ from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, ch
 
 T = TypeVar("T")
 
+BILLING = "x-anthropic-billing-header:"
 TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.REQUIRED, "none": ToolMode.NONE}
 _THINKING = {"enabled": True, "adaptive": None, "disabled": False}
@@ -43,7 +46,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 
 def to_ask(body: MessagesRequest) -> Ask:
     refuse_unsupported(body)
-    chat, breakpoints = conversation(body)
+    chat, breakpoints, ignored = conversation(body)
     return Ask(
         model=body.model,
         prompts=(chat,),
@@ -53,15 +56,21 @@ def to_ask(body: MessagesRequest) -> Ask:
         cache_salt=body.cache_salt or "",
         breakpoints=breakpoints,
         wants_cache=bool(body.cache),
+        ignored=ignored,
     )
 
 
-def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoint, ...]]:
-    """What the model reads, one part a block, and after which parts its cache is to be kept."""
+class Conversation(NamedTuple):
+    chat: ChatRequest  # what the model reads, one part a block
+    breakpoints: tuple[Breakpoint, ...]  # after which parts its cache is to be kept
+    ignored: tuple[str, ...]  # tools and edits that are left out
+
+
+def conversation(body: CountTokensRequest) -> Conversation:
     check_messages(body.messages)
     turns = _Turns()
-    if body.system:
-        turns.add(Role.SYSTEM, body.system, "system")
+    if system := _without_billing(body.system):
+        turns.add(Role.SYSTEM, system, "system")
     for control in [tool.cache_control for tool in body.tools or () if tool.cache_control is not None][-1:]:
         turns.keep_tools(control)
     for i, message in enumerate(body.messages):
@@ -78,7 +87,7 @@ def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoin
         raise InvalidRequest(f"messages.{last}: tool_use is the last that was said: its tool_result must follow")
     effort = None if body.output_config is None else body.output_config.effort
     with _in_their_words():
-        tools, choice = _tools(body)
+        tools, choice, ignored = _tools(body, turns.references)
         chat = ChatRequest(
             messages,
             add_generation_prompt=not is_prefill,
@@ -88,11 +97,15 @@ def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoin
             wants_thought=_wants_thought(body),
             reasoning_effort=effort,
         )
-    return chat, tuple(turns.breakpoints)
+    return Conversation(chat, tuple(turns.breakpoints), (*ignored, *ignored_edits(body)))
 
 
-def input_schema_field(index: int) -> str:
-    return f"tools.{index}.input_schema"
+def _without_billing(system: str | list[Block] | None) -> str | list[Block] | None:
+    """Without what Claude Code tells a bill of: no text for a model, and another one in every conversation, so that no
+    two of them would share a prefix."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in system if not (block.text or "").startswith(BILLING)]
 
 
 def shape_field(body: CountTokensRequest) -> str | None:
@@ -130,26 +143,46 @@ def _wants_thought(body: CountTokensRequest) -> bool | None:
     return _THINKING[body.thinking.type]
 
 
-def _tools(body: CountTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
+    """`references`: names of deferred tools that were found."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
-    tools = tuple(_tool(tool, f"tools.{i}") for i, tool in enumerate(given))
+    choice = _choice(body)
+    tools: list[Tool] = []
+    ignored: list[str] = []
+    for i, tool in enumerate(given):
+        is_forced = tool.name == choice.name
+        if tool.type not in (None, "custom"):
+            if is_forced:
+                text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
+                raise unsupported("tool_choice.name", text)
+            ignored.append(f"tools.{i}.{tool.type}")
+        elif not tool.defer_loading or is_forced or tool.name in references:
+            tools.append(_tool(tool, f"tools.{i}"))
+    return _Tools(tuple(tools), choice, tuple(ignored))
+
+
+class _Tools(NamedTuple):
+    tools: tuple[Tool, ...]  # those the model is shown
+    choice: ToolChoice
+    ignored: tuple[str, ...]  # those a server would run
+
+
+def _choice(body: CountTokensRequest) -> ToolChoice:
     choice = body.tool_choice
     if choice is None:
-        return tools, ToolChoice()
+        return ToolChoice()
     if choice.type not in _MODES:
         raise InvalidRequest(f"tool_choice.type = {choice.type!r:.80} is not one of {', '.join(_MODES)}")
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(f"tool_choice.name {'is missing' if choice.name is None else 'is only for type tool'}")
-    return tools, ToolChoice(_MODES[choice.type], choice.name, is_parallel=not choice.disable_parallel_tool_use)
+    return ToolChoice(_MODES[choice.type], choice.name, is_parallel=not choice.disable_parallel_tool_use)
 
 
 def _tool(tool: ToolParam, path: str) -> Tool:
-    if tool.type not in (None, "custom"):
-        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are the client's own"
-        raise unsupported(f"{path}.type", text)
-    return Tool(tool.name, tool.description or "", tool.input_schema or {}, bool(tool.strict))
+    schema = tool.input_schema or {}
+    return Tool(tool.name, tool.description or "", schema, bool(tool.strict), path, f"{path}.input_schema")
 
 
 @dataclass(slots=True)
@@ -176,6 +209,7 @@ class _Turns:
     def __init__(self) -> None:
         self.turns: list[_Turn] = []
         self.breakpoints: list[Breakpoint] = []
+        self.references: set[str] = set()  # deferred tools that results name
 
     def add(self, role: Role, content: str | list[Block], path: str) -> None:
         if isinstance(content, str):
@@ -186,6 +220,7 @@ class _Turns:
         for i, block in enumerate(content):
             if role is Role.USER and block.type == "tool_result":
                 self.turns.append(_result(block, f"{path}.{i}"))
+                self._note_references(block)
                 is_begun = False
             else:
                 turn = self.turns[-1] if is_begun else self._begin(role, has_text=bool(content))
@@ -195,6 +230,10 @@ class _Turns:
                 self.keep(block.cache_control)
         if not content:
             self._begin(role, has_text=False)
+
+    def _note_references(self, block: Block) -> None:
+        parts = block.content if isinstance(block.content, list) else ()
+        self.references |= {part.tool_name for part in parts if part.type == "tool_reference" and part.tool_name}
 
     def _begin(self, role: Role, *, has_text: bool) -> _Turn:
         """A turn to go on with: the last one, if it is of this role."""
@@ -248,14 +287,18 @@ def _result(block: Block, path: str) -> _Turn:
     content = block.content or ""
     if isinstance(content, list):
         check_parts(content, f"{path}.content")
-        for i, part in enumerate(content):
-            if part.type != "text":
-                where = f"{path}.content.{i}.type"
-                raise unsupported(where, f"{where} = {part.type!r:.80} is not supported: only text is")
-        content = "\n".join(part.text or "" for part in content)
+        content = "\n".join(_result_text(part, f"{path}.content.{i}") for i, part in enumerate(content))
     if block.is_error:
         content = f"Error: {content}"
     return _Turn(Role.TOOL, [Part(content)], call_id=call_id)
+
+
+def _result_text(part: ResultPart, path: str) -> str:
+    if part.type == "tool_reference":
+        return f"Tool found: {_given(part.tool_name, f'{path}.tool_name')}"
+    if part.type != "text":
+        raise unsupported(f"{path}.type", f"{path}.type = {part.type!r:.80} is not supported: only text is")
+    return part.text or ""
 
 
 def _given(value: T | None, path: str) -> T:

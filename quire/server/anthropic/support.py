@@ -25,7 +25,6 @@ UNSUPPORTED = {
     "mcp_servers": Unsupported("tools are called by the client"),
     "container": Unsupported("no code is run here"),
     "compaction": Unsupported(_CONVERSATIONS),
-    "context_management": Unsupported(_CONVERSATIONS),
     "thread": Unsupported(_CONVERSATIONS),
     "diagnostics": Unsupported('send "cache": true to learn what the cache gave, and why not more'),
     "fallbacks": Unsupported(_ONE_MODEL),

@@ -15,10 +15,11 @@ from quire.server.anthropic.support import refused
 from quire.server.cache_view import CacheView
 from quire.text.chat import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
-from quire.text.tools import MAX_TOOLS
+from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
+TOOL_NAME = f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 
 
 def _bounds(**schema: Any) -> Meta:
@@ -40,8 +41,9 @@ class CacheControl(Struct, frozen=True):
 
 
 class ResultPart(Struct, frozen=True):
-    type: Annotated[str, _says("Only text can be read.", enum=["text"])]
+    type: Annotated[str, _says("text, or tool_reference: a tool that was found.", enum=["text", "tool_reference"])]
     text: str | None = None
+    tool_name: Annotated[str | None, _says("Of a tool_reference: a deferred tool, which is shown from now on.")] = None
 
 
 class Block(Struct, frozen=True):
@@ -51,6 +53,8 @@ class Block(Struct, frozen=True):
     text: str | None = None
     cache_control: CacheControl | None = None
     thinking: str | None = None
+    signature: Annotated[Any, _says("Accepted, without effect: nothing is signed here.")] = None
+    data: Annotated[Any, _says("Of redacted_thinking. Accepted, without effect.")] = None
     id: Annotated[str | None, _says("Of a tool_use.")] = None
     name: Annotated[str | None, _says("Of the tool that was called.")] = None
     input: Annotated[dict[str, Any] | None, _says("What it was called with.")] = None
@@ -65,12 +69,15 @@ class MessageParam(Struct, frozen=True):
 
 
 class ToolParam(Struct, frozen=True, kw_only=True):
-    type: Annotated[str | None, _says("Tools are the client's own.", enum=["custom", None])] = None
-    name: Annotated[str, _bounds(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    type: Annotated[
+        str | None, _says("Others than the client's own are left out, and named in a header.", enum=["custom", None])
+    ] = None
+    name: Annotated[str, _bounds(pattern=TOOL_NAME)]
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
     strict: Annotated[bool | None, _says("Refuse a schema with keywords that cannot be held.")] = None
     cache_control: CacheControl | None = None
+    defer_loading: Annotated[bool | None, _says("Not shown to the model until a tool_reference names it.")] = None
 
 
 class ToolChoiceParam(Struct, frozen=True, kw_only=True):
@@ -95,6 +102,26 @@ class OutputConfig(Struct, frozen=True, kw_only=True):
     format: Annotated[OutputFormat | None, _says("What the answer must look like.")] = None
 
 
+class Amount(Struct, frozen=True, kw_only=True):
+    type: Annotated[str, _bounds(enum=["input_tokens", "tool_uses", "thinking_turns"])]
+    value: Annotated[int, _bounds(minimum=0)]
+
+
+class ContextEdit(Struct, frozen=True, kw_only=True):
+    """clear_thinking_20251015 or clear_tool_uses_20250919; others are ignored, and named in a header."""
+
+    type: str
+    keep: Annotated[Amount | str | None, _says('How many of the last ones stay. "all": of thoughts, every one.')] = None
+    trigger: Annotated[Amount | None, _says("Clear tool uses when there is more. Unless given: 100,000 tokens.")] = None
+    clear_at_least: Annotated[Amount | None, _says("Clear nothing where less would be cleared.")] = None
+    exclude_tools: Annotated[list[str] | None, _says("Tools whose results stay.")] = None
+    clear_tool_inputs: Annotated[bool | list[str] | None, _says("Clear what they were called with, too.")] = None
+
+
+class ContextManagement(Struct, frozen=True, kw_only=True):
+    edits: list[ContextEdit] | None = None
+
+
 class CountTokensRequest(Struct, frozen=True, kw_only=True):
     """A conversation."""
 
@@ -104,7 +131,7 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
     cache_control: Annotated[CacheControl | None, Meta(description="As if it stood at the last block.")] = None
     compaction: Annotated[Any, refused("compaction")] = None
     container: Annotated[Any, refused("container")] = None
-    context_management: Annotated[Any, refused("context_management")] = None
+    context_management: Annotated[ContextManagement | None, _says("What is cleared before the answer.")] = None
     diagnostics: Annotated[Any, refused("diagnostics")] = None
     fallback_credit_token: Annotated[Any, refused("fallback_credit_token")] = None
     fallbacks: Annotated[Any, refused("fallbacks")] = None
@@ -184,6 +211,23 @@ class MessageUsage(DeltaUsage, frozen=True, kw_only=True):
     service_tier: Literal["standard"] = "standard"
 
 
+class ClearedThinking(Struct, frozen=True, tag_field="type", tag="clear_thinking_20251015"):
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+
+
+class ClearedToolUses(Struct, frozen=True, tag_field="type", tag="clear_tool_uses_20250919"):
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+
+
+AppliedEdit = ClearedThinking | ClearedToolUses
+
+
+class AppliedEdits(Struct, frozen=True):
+    applied_edits: tuple[AppliedEdit, ...] = ()
+
+
 class MessageResponse(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
@@ -192,11 +236,17 @@ class MessageResponse(Struct, frozen=True, kw_only=True, tag_field="type", tag="
     stop_reason: StopReason | None  # null only in message_start
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET  # where it was asked for
     cache: CacheView | UnsetType = UNSET
+
+
+class OriginalTokens(Struct, frozen=True):
+    original_input_tokens: int  # before edits
 
 
 class TokenCount(Struct, frozen=True):
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
 
 
 # Events, in the order in which they come
@@ -240,6 +290,7 @@ class StopDelta(Struct, frozen=True):
 class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: StopDelta
     usage: DeltaUsage
+    context_management: AppliedEdits | UnsetType = UNSET
     cache: CacheView | UnsetType = UNSET
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +36,7 @@ from quire.server.openai.parsing import (
     ttl_s,
 )
 from quire.server.openai.support import UNSUPPORTED, refuse_unsupported, unsupported
-from quire.server.openai.tools import parameters_field, parse_calls, parse_tools, shape_field
+from quire.server.openai.tools import parse_calls, parse_tools, shape_field
 from quire.server.openai.types import (
     AnswerHead,
     AnswerToolCall,
@@ -77,7 +78,7 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 async def chat_completions(call: Call) -> Response:
     body = await call.body(ChatCompletionRequest)
     ask = parse_chat(body)
-    with in_their_words(_names(body)), shape_errors(ask, shape_field(body), parameters_field):
+    with in_their_words(_names(body)), shape_errors(ask, shape_field(body)):
         work = await call.open(ask)
         if ask.is_streaming:
             head = head_of(work, "chatcmpl", "chat.completion.chunk")
@@ -98,7 +99,7 @@ def parse_chat(body: ChatCompletionRequest) -> Ask:
     with in_their_words(_names(body)):
         continues = bool(body.continue_final_message)
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        tools, choice = parse_tools(body)
+        tools, choice, ignored = parse_tools(body)
         chat = ChatRequest(
             parse_messages(body.messages),
             opens,
@@ -111,7 +112,7 @@ def parse_chat(body: ChatCompletionRequest) -> Ask:
         )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        return ask_of(body, (chat,), params, _breakpoints(body))
+        return replace(ask_of(body, (chat,), params, _breakpoints(body)), ignored=ignored)
 
 
 def _names(body: ChatCompletionRequest) -> dict[str, str]:

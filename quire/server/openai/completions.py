@@ -26,7 +26,7 @@ from quire.server.openai.encoding import (
 )
 from quire.server.openai.parsing import NAMES, ask_of, in_their_words, includes_usage, params_of
 from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import parameters_field, shape_field
+from quire.server.openai.tools import shape_field
 from quire.server.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerHead,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 async def completions(call: Call) -> Response:
     body = await call.body(CompletionRequest)
     ask = parse_completion(body)
-    with in_their_words(NAMES), shape_errors(ask, shape_field(body), parameters_field):
+    with in_their_words(NAMES), shape_errors(ask, shape_field(body)):
         work = await call.open(ask)
         tokenizer = call.service.text.tokenizer
         echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None

@@ -14,7 +14,8 @@ from quire.server.errors import ApiError, Kind
 from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.openai.parsing import in_their_words
 from quire.server.openai.responses_items import AnswerItems
-from quire.server.openai.responses_parsing import names_of, parameters_field, parse_responses, shape_field
+from quire.server.openai.responses_parsing import names_of, parse_responses, shape_field
+from quire.server.openai.responses_tools import client_tools
 from quire.server.openai.responses_types import (
     ErrorCode,
     Event,
@@ -50,7 +51,7 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 async def responses(call: Call) -> Response:
     body = await call.body(ResponsesRequest)
     ask = parse_responses(body)
-    with in_their_words(names_of(body)), shape_errors(ask, shape_field(body), parameters_field):
+    with in_their_words(names_of(body)), shape_errors(ask, shape_field(body)):
         work = await call.open(ask)
         reply = Reply(work, body)
         if ask.is_streaming:
@@ -64,7 +65,7 @@ class Reply:
     def __init__(self, work: Work, body: ResponsesRequest) -> None:
         self._work = work
         self._asked = _asked(work, body)
-        self._items = AnswerItems(work.request_id)
+        self._items = AnswerItems(work.request_id, client_tools(body))
         self._parser = work.new_parser()
         self._is_whole = True
         self._num_events = 0

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from msgspec import UNSET
+
+from quire.server.openai.responses_tools import INPUT, ClientTool
 from quire.server.openai.responses_types import (
     ContentPartAdded,
     ContentPartDone,
+    CustomToolCallInputDelta,
+    CustomToolCallInputDone,
+    CustomToolCallItem,
     Event,
     FunctionCallArgumentsDelta,
     FunctionCallArgumentsDone,
@@ -35,7 +42,7 @@ class _Growing(Protocol):
     """The item that is being written."""
 
     def begin(self) -> list[Event]: ...
-    def grow(self, text: str, logprobs: Logprobs) -> Event: ...
+    def grow(self, text: str, logprobs: Logprobs) -> list[Event]: ...
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
         """What is said before the item is done, and the item."""
 
@@ -50,10 +57,10 @@ class _Message:
         added = OutputItemAdded(output_index=self._index, item=OutputMessage(id=self._id, status="in_progress"))
         return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=OutputText(""))]
 
-    def grow(self, text: str, logprobs: Logprobs) -> Event:
+    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
         self._texts.append(text)
         self._logprobs += logprobs
-        return OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=logprobs)
+        return [OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=logprobs)]
 
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
         part = OutputText("".join(self._texts), tuple(self._logprobs))
@@ -71,10 +78,10 @@ class _Reasoning:
         added = OutputItemAdded(output_index=self._index, item=ReasoningItem(id=self._id, status="in_progress"))
         return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=ReasoningText(""))]
 
-    def grow(self, text: str, logprobs: Logprobs) -> Event:
+    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
         del logprobs  # the protocol has no place for them here
         self._texts.append(text)
-        return ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)
+        return [ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)]
 
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
         part = ReasoningText("".join(self._texts))
@@ -84,17 +91,18 @@ class _Reasoning:
 
 
 class _FunctionCall:
-    def __init__(self, answer_id: str, index: int, call: CallStart) -> None:
-        self._id, self._index, self._call = f"fc_{answer_id}_{index}", index, call
+    def __init__(self, answer_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+        self._id, self._index = f"fc_{answer_id}_{index}", index
+        self._call_id, self._tool = call_id, tool
         self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
         return [OutputItemAdded(output_index=self._index, item=self._item("in_progress"))]
 
-    def grow(self, text: str, logprobs: Logprobs) -> Event:
+    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
         del logprobs
         self._texts.append(text)
-        return FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)
+        return [FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)]
 
     def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
         item = self._item(status)
@@ -104,16 +112,67 @@ class _FunctionCall:
         return [done], item
 
     def _item(self, status: ItemStatus) -> FunctionCallItem:
-        call, arguments = self._call, "".join(self._texts)
-        return FunctionCallItem(id=self._id, status=status, call_id=call.call_id, name=call.name, arguments=arguments)
+        return FunctionCallItem(
+            id=self._id,
+            status=status,
+            call_id=self._call_id,
+            name=self._tool.name,
+            arguments="".join(self._texts),
+            namespace=UNSET if self._tool.namespace is None else self._tool.namespace,
+        )
+
+
+class _CustomCall:
+    """The model writes the text as JSON; it is told as a whole, when it can be read."""
+
+    def __init__(self, answer_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+        self._id, self._index = f"ctc_{answer_id}_{index}", index
+        self._call_id, self._tool = call_id, tool
+        self._texts: list[str] = []
+
+    def begin(self) -> list[Event]:
+        return [OutputItemAdded(output_index=self._index, item=self._item("in_progress", ""))]
+
+    def grow(self, text: str, logprobs: Logprobs) -> list[Event]:
+        del logprobs
+        self._texts.append(text)
+        return []
+
+    def end(self, status: ItemStatus) -> tuple[list[Event], OutputItem]:
+        text = _input("".join(self._texts))
+        delta = CustomToolCallInputDelta(item_id=self._id, output_index=self._index, delta=text)
+        done = CustomToolCallInputDone(item_id=self._id, output_index=self._index, input=text)
+        return [delta, done], self._item(status, text)
+
+    def _item(self, status: ItemStatus, text: str) -> CustomToolCallItem:
+        return CustomToolCallItem(
+            id=self._id,
+            status=status,
+            call_id=self._call_id,
+            name=self._tool.name,
+            input=text,
+            namespace=UNSET if self._tool.namespace is None else self._tool.namespace,
+        )
+
+
+def _input(arguments: str) -> str:
+    """The text of a custom tool; of an answer that was cut off, nothing."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return ""
+    text = found.get(INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else ""
 
 
 class AnswerItems:
     """One item is open at a time: the next piece of another kind ends it."""
 
-    def __init__(self, answer_id: str) -> None:
+    def __init__(self, answer_id: str, tools: Mapping[str, ClientTool] | None = None) -> None:
+        """`tools`: as the client knows them, by the name the model uses."""
         self.done: list[OutputItem] = []
         self._answer_id = answer_id
+        self._tools = tools or {}
         self._open: _Growing | None = None
         self._held: Logprobs = ()  # of tokens whose text has not come yet
 
@@ -126,16 +185,20 @@ class AnswerItems:
                 case Words(text):
                     if not isinstance(self._open, _Message):
                         events += self._begin(_Message(self._answer_id, self._next_index()))
-                    events.append(self._grow(text))
+                    events += self._grow(text)
                 case Thought(text):
                     if not isinstance(self._open, _Reasoning):
                         events += self._begin(_Reasoning(self._answer_id, self._next_index()))
-                    events.append(self._grow(text))
+                    events += self._grow(text)
                 case CallStart():
-                    events += self._begin(_FunctionCall(self._answer_id, self._next_index(), piece))
+                    tool = self._tools.get(piece.name, ClientTool(piece.name))
+                    kind = _CustomCall if tool.is_custom else _FunctionCall
+                    events += self._begin(kind(self._answer_id, self._next_index(), piece.call_id, tool))
                 case CallArguments(_, text):
-                    assert isinstance(self._open, _FunctionCall), "a call's arguments come in one piece of the answer"
-                    events.append(self._grow(text))
+                    assert isinstance(self._open, _FunctionCall | _CustomCall), (
+                        "a call's arguments come in one piece of the answer"
+                    )
+                    events += self._grow(text)
         return events
 
     def finish(self, *, is_whole: bool) -> list[Event]:
@@ -144,7 +207,7 @@ class AnswerItems:
         if self._open is None:
             events += self._begin(_Message(self._answer_id, 0))
         if self._held and isinstance(self._open, _Message):  # every token is told of, also one that ended it unseen
-            events.append(self._grow(""))
+            events += self._grow("")
         return [*events, *self._end("completed" if is_whole else "incomplete")]
 
     def _next_index(self) -> int:
@@ -155,7 +218,7 @@ class AnswerItems:
         self._open = item
         return [*events, *item.begin()]
 
-    def _grow(self, text: str) -> Event:
+    def _grow(self, text: str) -> list[Event]:
         assert self._open is not None
         held, self._held = self._held, ()
         return self._open.grow(text, held)

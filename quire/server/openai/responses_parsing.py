@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -11,22 +11,15 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
-from quire.server.openai.responses_types import (
-    LOGPROBS,
-    UNSUPPORTED,
-    FunctionTool,
-    InputItem,
-    InputPart,
-    ResponsesRequest,
-    ToolChoiceBody,
-)
+from quire.server.openai.responses_tools import INPUT, parse_tools, qualified_name
+from quire.server.openai.responses_types import ITEMS, LOGPROBS, UNSUPPORTED, InputItem, InputPart, ResponsesRequest
 from quire.server.openai.support import refuse_unsupported, unsupported
 from quire.server.openai.tools import Shape, parse_shape, unknown_format
 from quire.server.shapes import shape_error
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.grammar import json_object_grammar, json_schema_grammar
 from quire.text.tokenizer import check_text
-from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
+from quire.text.tools import MAX_CALL_ID_CHARS, ToolCall, check_call
 
 _NAMES = NAMES | {
     "logprobs": "top_logprobs",
@@ -37,7 +30,6 @@ _NAMES = NAMES | {
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _OTHER_PARTS = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def parse_responses(body: ResponsesRequest) -> Ask:
@@ -50,7 +42,7 @@ def parse_responses(body: ResponsesRequest) -> Ask:
     with in_their_words(names_of(body)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
-        tools, choice = parse_tools(body)
+        tools, choice, ignored, unenforced = parse_tools(body)
         effort = None if body.reasoning is None else body.reasoning.effort
         chat = ChatRequest(
             conversation.messages(),
@@ -67,7 +59,8 @@ def parse_responses(body: ResponsesRequest) -> Ask:
             if (other := parse_shape(body)) is not None:
                 raise InvalidRequest(f"{other.field} and text.format exclude each other")
             params = replace(params, grammar=shape.grammar)
-        return ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        return replace(ask, ignored=ignored, unenforced=unenforced)
 
 
 def names_of(body: ResponsesRequest) -> dict[str, str]:
@@ -133,10 +126,10 @@ class _Conversation:
             case "reasoning":
                 turn = self._assistant()
                 turn.thoughts.append(_thought(item, path))
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 turn = self._assistant(is_later=True)
                 turn.calls.append(_call(item, path))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 turn = _Turn(Role.TOOL, call_id=_call_id(item, path))
                 self._turns.append(turn)
                 self._fill(turn, item.output, f"{path}.output")
@@ -144,7 +137,7 @@ class _Conversation:
                 text = f"{path}.type = 'item_reference' is not supported: nothing is stored here: send the item itself"
                 raise unsupported(f"{path}.type", text, is_value=True)
             case other:
-                text = f"{path}.type = {other!r:.80} is not supported: items are {', '.join(_ITEMS)}"
+                text = f"{path}.type = {other!r:.80} is not supported: items are {', '.join(ITEMS)}"
                 raise unsupported(f"{path}.type", text, is_value=True)
 
     def _add_message(self, item: InputItem, path: str) -> None:
@@ -207,8 +200,12 @@ def _thought(item: InputItem, path: str) -> str:
 
 
 def _call(item: InputItem, path: str) -> ToolCall:
-    name, arguments = _given(item.name, f"{path}.name"), _given(item.arguments, f"{path}.arguments")
-    call = ToolCall(_call_id(item, path), name, arguments or "{}")
+    name = _given(item.name, f"{path}.name")
+    if item.type == "custom_tool_call":
+        arguments = json.dumps({INPUT: _checked(_given(item.input, f"{path}.input"), f"{path}.input")})
+    else:
+        arguments = _given(item.arguments, f"{path}.arguments")
+    call = ToolCall(_call_id(item, path), qualified_name(item.namespace, name), arguments or "{}")
     check_call(call, path)
     return call
 
@@ -231,57 +228,13 @@ def _checked(text: str, path: str) -> str:
     return text
 
 
-# Tools and shapes
-
-
-def parse_tools(body: ResponsesRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
-    given_tools = body.tools or ()
-    if len(given_tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(given_tools)} entries, more than {MAX_TOOLS}")
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given_tools))
-    is_parallel = body.parallel_tool_calls is not False
-    match body.tool_choice:
-        case None:
-            return tools, ToolChoice(is_parallel=is_parallel)
-        case str(mode):
-            return tools, ToolChoice(_mode("tool_choice", mode, ToolMode), is_parallel=is_parallel)
-        case ToolChoiceBody(type="function", name=name):
-            name = _given(name, "tool_choice.name")
-            return tools, ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
-        case ToolChoiceBody(type="allowed_tools") as choice:
-            mode = _mode("tool_choice.mode", choice.mode, (ToolMode.AUTO, ToolMode.REQUIRED))
-            if not choice.tools:
-                raise InvalidRequest("tool_choice.tools is missing or names none")
-            given = enumerate(choice.tools)
-            names = tuple(_given(tool.name, f"tool_choice.tools[{i}].name") for i, tool in given)
-            return tools, ToolChoice(mode, allowed=names, is_parallel=is_parallel)
-        case ToolChoiceBody(type=kind):
-            text = f"tool_choice.type = {kind!r:.80} is not supported: it is function or allowed_tools"
-            raise unsupported("tool_choice.type", text, is_value=True)
-
-
-def _tool(tool: FunctionTool, path: str) -> Tool:
-    if tool.type != "function":
-        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
-        raise unsupported(f"{path}.type", text, is_value=True)
-    name = _given(tool.name, f"{path}.name")
-    return Tool(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
-
-
-def _mode(path: str, mode: str | None, modes: Iterable[ToolMode]) -> ToolMode:
-    if mode not in list(modes):
-        raise InvalidRequest(f"{path} = {mode!r:.80} is not one of {', '.join(modes)}")
-    return ToolMode(mode)
+# Shapes
 
 
 def shape_field(body: ResponsesRequest) -> str | None:
     """What the shape of the answer was asked for by."""
     shape = _text_shape(body) or parse_shape(body)
     return None if shape is None else shape.field
-
-
-def parameters_field(index: int) -> str:
-    return f"tools[{index}].parameters"
 
 
 def _text_shape(body: ResponsesRequest) -> Shape | None:

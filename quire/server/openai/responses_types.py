@@ -35,6 +35,7 @@ UNSUPPORTED = {
 }
 ACCEPTED = {
     "access_programs": "there are none",
+    "client_metadata": "nothing is kept of a request",
     "image": "there are no images",
     "max_tool_calls": "it counts the calls a server makes, and this one makes none",
     "truncation": "a conversation that is too long is refused",
@@ -66,16 +67,23 @@ class InputPart(Struct, kw_only=True):
     logprobs: Annotated[Any, Meta(description="Accepted, without effect.")] = None
 
 
+ITEMS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+
+
 class InputItem(Struct, kw_only=True):
     """A message, what a model thought, a call it made or what the call gave. Answers' items are taken as they are."""
 
-    type: Annotated[str, _within(enum=["message", "reasoning", "function_call", "function_call_output"])] | None = None
+    type: Annotated[str, _within(enum=list(ITEMS))] | None = None
     role: Annotated[str, _within(enum=["user", "assistant", "system", "developer"])] | None = None
     content: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: Annotated[str | None, Meta(description="Of a function that was called: the group it belongs to.")] = None
     arguments: str | None = None
+    input: Annotated[str | None, Meta(description="Of a custom_tool_call: the text.")] = None
     output: str | list[InputPart] | None = None
     id: Annotated[Any, Meta(description="Accepted, without effect.")] = None
     status: Annotated[Any, Meta(description="Accepted, without effect.")] = None
@@ -84,8 +92,12 @@ class InputItem(Struct, kw_only=True):
 
 
 class FunctionTool(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["function"])] = "function"
+    """A function, or a custom tool, which is called with a text. Both are run by the client."""
+
+    type: Annotated[str, _within(enum=["function", "custom"])] = "function"
     name: str | None = None
+    namespace: Annotated[str | None, Meta(description="In tool_choice: the group a function belongs to.")] = None
+    format: Annotated[Any, Meta(description="Of a custom tool: accepted, and the text is not held to it.")] = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of the arguments.")] = None
     strict: Annotated[
@@ -93,9 +105,17 @@ class FunctionTool(Struct, kw_only=True):
     ] = None
 
 
+class ToolParam(FunctionTool, kw_only=True):
+    """A tool, or a group of tools. Tools that a server would run are left out, and named in a header."""
+
+    type: Annotated[str, _within(enum=["function", "custom", "namespace"])] = "function"
+    tools: Annotated[list[FunctionTool] | None, Meta(description="Of a namespace: its tools.")] = None
+
+
 class ToolChoiceBody(Struct, kw_only=True):
-    type: Annotated[str, _within(enum=["function", "allowed_tools"])]
+    type: Annotated[str, _within(enum=["function", "custom", "allowed_tools"])]
     name: str | None = None
+    namespace: str | None = None
     mode: Annotated[str, _within(enum=["auto", "required"])] | None = None
     tools: list[FunctionTool] | None = None
 
@@ -123,7 +143,7 @@ class ResponsesRequest(GenerationBody, kw_only=True):
     input: str | Annotated[list[InputItem], _within(minItems=1, maxItems=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None  # goes before max_tokens
-    tools: Annotated[list[FunctionTool], _within(maxItems=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolParam], _within(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -140,6 +160,7 @@ class ResponsesRequest(GenerationBody, kw_only=True):
     truncation: Annotated[Any, _accepted("truncation")] = None
     max_tool_calls: Annotated[Any, _accepted("max_tool_calls")] = None
     access_programs: Annotated[Any, _accepted("access_programs")] = None
+    client_metadata: Annotated[Any, _accepted("client_metadata")] = None
     image: Annotated[Any, _accepted("image")] = None
     previous_response_id: Annotated[Any, _refused("previous_response_id")] = None
     conversation: Annotated[Any, _refused("conversation")] = None
@@ -188,9 +209,19 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET  # the group it belongs to, where the client gave it in one
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -346,3 +377,11 @@ class FunctionCallArgumentsDelta(ItemEvent, kw_only=True, tag="response.function
 class FunctionCallArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
     name: str
     arguments: str
+
+
+class CustomToolCallInputDelta(ItemEvent, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomToolCallInputDone(ItemEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
+    input: str

@@ -39,30 +39,37 @@ class Shape(NamedTuple):
     grammar: Grammar
 
 
-def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
+    """The functions, the choice among them, and the names of tools that are left out: those a server would run."""
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
-    return tools, _choice(body)
+    functions = [(tool, f"tools[{i}]") for i, tool in enumerate(given) if tool.type == "function"]
+    ignored = tuple(f"tools[{i}].{tool.type}" for i, tool in enumerate(given) if tool.type != "function")
+    return tuple(_tool(tool, path) for tool, path in functions), _choice(body), ignored
 
 
 def parse_calls(given: Iterable[MessageToolCall], path: str) -> tuple[ToolCall, ...]:
     return tuple(_call(call, f"{path}[{i}]") for i, call in enumerate(given))
 
 
-def parameters_field(index: int) -> str:
-    return f"tools[{index}].function.parameters"
-
-
 def _tool(tool: ToolDefinition, path: str) -> Tool:
-    if tool.type != "function":
-        text = f"{path}.type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
-        raise unsupported(f"{path}.type", text, is_value=True)
     if tool.function is None:
         raise InvalidRequest(f"{path}.function is missing")
     function = tool.function
-    return Tool(function.name, function.description or "", function.parameters or {}, bool(function.strict))
+    return Tool(
+        function.name,
+        function.description or "",
+        function.parameters or {},
+        bool(function.strict),
+        path,
+        f"{path}.function.parameters",
+    )
+
+
+def forced_tool(kind: str) -> str:
+    rule = "it is function or allowed_tools: this server runs no tools"
+    return f"tool_choice.type = {kind!r:.80} is not supported: {rule}"
 
 
 def _choice(body: ChatCompletionRequest) -> ToolChoice:
@@ -87,8 +94,7 @@ def _choice(body: ChatCompletionRequest) -> ToolChoice:
             names = tuple(tool.function.name for tool in allowed.tools)
             return ToolChoice(ToolMode(allowed.mode), allowed=names, is_parallel=is_parallel)
         case NamedToolChoice(type=kind):
-            text = f"tool_choice.type = {kind!r:.80} is not supported: it is function or allowed_tools"
-            raise unsupported("tool_choice.type", text, is_value=True)
+            raise unsupported("tool_choice.type", forced_tool(kind), is_value=True)
 
 
 def _call(call: MessageToolCall, path: str) -> ToolCall:

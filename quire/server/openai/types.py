@@ -17,7 +17,7 @@ from quire.server.cache_view import CacheView
 from quire.server.openai.support import accepted, refused
 from quire.text.chat import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
-from quire.text.tools import MAX_TOOLS
+from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions writes when nobody says; chat goes on to the end
 SERVICE_TIERS = {
@@ -163,7 +163,7 @@ class ChatMessage(Struct, kw_only=True):
 
 
 class FunctionDefinition(Struct, kw_only=True):
-    name: Annotated[str, _within(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, _within(pattern=f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
     strict: Annotated[

@@ -1,0 +1,208 @@
+"""Conversations in turns that strict templates accept: nothing that was said is lost, nothing is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.server.anthropic.parsing import conversation
+from quire.server.anthropic.types import MessagesRequest
+from quire.server.openai.responses_parsing import parse_responses
+from quire.server.openai.responses_types import ResponsesRequest
+from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.tokenizer import Tokenizer
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
+from quire.text.turns import STRICTEST, TurnRules, conform, is_plain
+from tests.text.test_chat import STYLES
+from tests.text.tool_templates import TEMPLATES
+from tests.text.vocabularies import byte_level_gguf
+
+_ALTERNATE = """{%- for message in turns %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
+    {%- endif %}
+{%- endfor %}"""
+# What each insists on, in the way of its family.
+STRICT = {
+    # Gemma 2: no system turn at all.
+    "no system": "{%- if messages[0]['role'] == 'system' %}{{- raise_exception('no system role') }}{%- endif %}"
+    "{%- set turns = messages %}" + _ALTERNATE + "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}",
+    # Gemma 3, Llama 2: one at the beginning, then user and assistant take turns.
+    "alternating": "{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}"
+    + _ALTERNATE
+    + "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{{- '<|im_end|>' }}{%- endfor %}",
+    # Mistral: calls and results stand between the turns; the system's text is told with the last user's turn.
+    "mistral": "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
+    "{%- set rest = messages[1:] if messages[0]['role'] == 'system' else messages %}"
+    "{%- set ns = namespace(index=0) %}{%- for message in rest %}"
+    "{%- if message['role'] == 'user' or (message['role'] == 'assistant' and message.tool_calls is not defined) %}"
+    "{%- if (message['role'] == 'user') != (ns.index % 2 == 0) %}"
+    "{{- raise_exception('After the optional system message, conversation roles must alternate') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}"
+    "{%- for message in rest %}{%- if message['role'] == 'user' %}"
+    "{%- if tools is not none %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message['content'] + '[/INST]' }}"
+    "{%- elif message.tool_calls is defined %}{{- '[TOOL_CALLS] [' }}{%- for call in message.tool_calls %}"
+    "{{- call.function | tojson }}{%- endfor %}{{- ']' }}"
+    "{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}"
+    "{%- elif message['role'] == 'tool' %}{{- '[TOOL_RESULTS] ' + message['content'] + '[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- raise_exception('Only user, assistant and tool roles are supported') }}{%- endif %}{%- endfor %}",
+    # Phi 3 and others: a system turn has no place, and is left out without a word.
+    "silent": STYLES["phi3"],
+    # Qwen 3.5, DeepSeek: a late system turn is refused or left out.
+    "first system only": "{%- for message in messages %}{%- if message['role'] == 'system' and not loop.first %}"
+    "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}",
+}
+RULES = {
+    "no system": TurnRules(False, True, False, False, True),
+    "alternating": TurnRules(True, True, False, False, True),
+    "mistral": TurnRules(True, False, False, False, False),
+    "silent": TurnRules(False, True, False, True, True),
+    "first system only": TurnRules(True, True, False, True, True),
+}
+GOLDEN = sorted((Path(__file__).parents[1] / "server" / "golden").glob("*.json"))
+
+
+def say(role: str, text: str = "", *calls: ToolCall, of: str | None = None) -> Message:
+    return Message(Role(role), (Part(text),) if text else (), None, "", calls, of)
+
+
+def call(call_id: str) -> ToolCall:
+    return ToolCall(call_id, "look", '{"at": "it"}')
+
+
+SYSTEM, FIRST, ANSWER, LAST = say("system", "s1"), say("user", "u1"), say("assistant", "a1"), say("user", "u2")
+CALLED = [FIRST, say("assistant", "", call("c1")), say("tool", "r1", of="c1")]
+TALKS = {
+    "two questions": [FIRST, LAST],
+    "two answers": [FIRST, ANSWER, say("assistant", "a2"), LAST],
+    "two systems": [SYSTEM, say("system", "s2"), FIRST],
+    "a late system": [SYSTEM, FIRST, ANSWER, LAST, say("system", "s2")],
+    "a system in between": [FIRST, say("system", "s1"), ANSWER, LAST],
+    "only a late one": [FIRST, say("system", "s1")],
+    "a result": [SYSTEM, *CALLED],
+    "a question after a result": [SYSTEM, *CALLED, LAST],
+    "a system after a result": [*CALLED, SYSTEM],
+    "two rounds": [SYSTEM, *CALLED, say("assistant", "", call("c2")), say("tool", "r2", of="c2"), LAST, ANSWER, LAST],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(byte_level_gguf())
+
+
+SOURCES = {
+    **{f"strict {name}": text for name, text in STRICT.items()},
+    **{f"tools {name}": text for name, text in TEMPLATES.items()},
+    **{f"style {name}": text for name, text in STYLES.items()},
+}
+
+
+@pytest.fixture(params=sorted(SOURCES))
+def template(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
+    made = ChatTemplate(SOURCES[request.param], tokenizer)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_what_a_template_accepts_is_found_out(name: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STRICT[name], tokenizer)
+    template.render(ChatRequest([SYSTEM, FIRST]))
+    assert template._rules == RULES[name]
+    template.close()
+
+
+def test_a_template_that_accepts_everything_gets_it_as_it_is(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STYLES["chatml"], tokenizer)
+    for talk in (TALKS["two questions"], TALKS["two answers"], TALKS["two systems"], TALKS["a late system"]):
+        expected = "".join(f"<|im_start|>{one.role.value}\n{one.text}<|im_end|>\n" for one in talk)
+        assert template.render(ChatRequest(talk, add_generation_prompt=False)) == expected
+    template.close()
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_nothing_is_refused_and_nothing_is_lost(name: str, template: ChatTemplate) -> None:
+    tools = (Tool("look"),) if any(message.tool_calls for message in TALKS[name]) else ()
+    rendered = template.render(ChatRequest(TALKS[name], tools=tools))
+    at = 0
+    for message in TALKS[name]:
+        if message.role is not Role.SYSTEM and message.text:
+            at = rendered.index(message.text, at)  # in the order in which it was said
+        assert message.text in rendered
+    assert all(tool.name in rendered for tool in tools)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_what_agents_send_is_rendered(path: Path, template: ChatTemplate) -> None:
+    chat = chat_of(json.loads(path.read_text()))
+    rendered = template.render(chat)
+    missing = [part.text for message in chat.messages for part in message.parts if _plain(part.text) not in rendered]
+    assert not [text for text in missing if json.dumps(_plain(text))[1:-1] not in rendered]  # or as JSON
+    assert all(tool.name in rendered for tool in chat.tools)
+
+
+def _plain(text: str) -> str:
+    return text.strip()
+
+
+def chat_of(recorded: dict[str, Any]) -> ChatRequest:
+    body = json.dumps(recorded["body"])
+    if recorded["path"].startswith("/v1/messages"):
+        return conversation(msgspec.json.decode(body, type=MessagesRequest)).chat
+    (chat,) = parse_responses(msgspec.json.decode(body, type=ResponsesRequest)).prompts
+    assert isinstance(chat, ChatRequest)
+    return chat
+
+
+def test_tools_are_told_in_the_first_user_turn_where_there_is_no_system_turn(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(STRICT["no system"], tokenizer)
+    rendered = template.render(ChatRequest([FIRST], tools=(Tool("look", "Looks."),)))
+    assert rendered.startswith("<|im_start|>user\nYou can use these tools")
+    assert '"name": "look"' in rendered
+    assert rendered.endswith("\n\nu1<|im_end|>\n<|im_start|>model\n")
+    hidden = ChatRequest([FIRST], tools=(Tool("look"),), tool_choice=ToolChoice(ToolMode.NONE))
+    assert template.render(hidden) == "<|im_start|>user\nu1<|im_end|>\n<|im_start|>model\n"
+    template.close()
+
+
+def test_an_effort_that_a_template_refuses_is_only_a_hint(tokenizer: Tokenizer) -> None:
+    source = (
+        "{%- if reasoning_effort is defined and reasoning_effort not in ['low', 'high'] %}"
+        "{{- raise_exception('reasoning_effort error') }}{%- endif %}"
+        "{{- '<' + (reasoning_effort or 'none') + '>' }}"
+        "{%- for message in messages %}{{- message.content }}{%- endfor %}"
+    )
+    template = ChatTemplate(source, tokenizer)
+    assert template.render(ChatRequest([FIRST], reasoning_effort="low")) == "<low>u1"
+    assert template.render(ChatRequest([FIRST], reasoning_effort="medium")) == "<none>u1"
+    template.close()
+
+
+def test_turns_in_detail() -> None:
+    late = say("system", "s2")
+    assert conform([SYSTEM, late, FIRST], TurnRules(takes_late_system=False)) == [
+        Message(Role.SYSTEM, (Part("s1"), Part("\n\n"), Part("s2"))),
+        FIRST,
+    ]
+    assert conform([FIRST, late, LAST], TurnRules(takes_late_system=False)) == [
+        Message(Role.USER, (Part("u1"), Part("\n\n"), Part("s2"), Part("\n\n"), Part("u2")))
+    ]
+    joined = conform([SYSTEM, *CALLED, LAST], STRICTEST)
+    assert [message.role.value for message in joined] == ["user", "assistant", "tool"]
+    assert joined[-1].text == "r1\n\nu2"
+    answers = [FIRST, say("assistant", "a1"), say("assistant", "a2", call("c1"))]
+    assert [message.text for message in conform(answers, STRICTEST)] == ["u1", "a1a2"]
+    assert conform(TALKS["two rounds"], TurnRules()) == TALKS["two rounds"]
+    assert is_plain([FIRST, ANSWER, LAST])
+    assert not any(is_plain(talk) for talk in TALKS.values())
