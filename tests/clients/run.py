@@ -67,7 +67,9 @@ def run_served(clients: Sequence[Client], model: str) -> Results:
             results |= run_all(plain, server.url, served_name(server))
     if long := [client for client in clients if client.wants_long_context]:
         path = write_long_model(ENVIRONMENTS / "model")
-        with serving(str(path), "--served-model-name", model) as server:
+        # One client at a time: the rig's one thread, meant for tests side by side, would only make it wait.
+        threads = {"QUIRE_THREADS": str(os.cpu_count() or 1)}
+        with serving(str(path), "--served-model-name", model, env=threads) as server:
             results |= run_all(long, server.url, served_name(server))
     return results
 
