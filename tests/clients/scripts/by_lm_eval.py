@@ -1,6 +1,6 @@
 """EleutherAI's lm-eval: `local-completions` with the server's tokenizer, on tasks of four questions in a local file.
 
-Log-likelihoods come from `echo`, `logprobs` and prompts of token ids; answers from `/v1/completions` until a stop string.
+Log-likelihoods come from `echo`, `logprobs` and prompts of token ids; answers end at a stop string.
 """
 
 from __future__ import annotations
