@@ -1,4 +1,4 @@
-"""DSPy: a prediction, a stream, a call of a tool, a typed answer by a schema. It asks through LiteLLM."""
+"""DSPy: a prediction, a stream, a call of a tool, a typed answer by a schema. Its models are told what they can."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ class Forecast(dspy.Signature):  # type: ignore[misc]
     calls: dspy.ToolCalls = dspy.OutputField()
 
 
+class Model(dspy.LM):  # type: ignore[misc]
+    """It knows of models by name what they can do, and takes one it does not know for one that cannot."""
+
+    supports_function_calling = True
+    supports_response_schema = True
+    supported_params = frozenset({"response_format", "tools", "tool_choice", "temperature", "max_tokens"})
+
+
 def get_weather(city: str) -> str:
     """The weather of a city."""
     return f"sunny in {city}"
@@ -37,7 +45,7 @@ def get_weather(city: str) -> str:
 
 def model(name: str = checks.MODEL, **more: Any) -> Any:
     given = {"temperature": 0, "max_tokens": 128, "cache": False, "num_retries": 0, **more}
-    return dspy.LM(f"openai/{name}", api_base=f"{checks.URL}/v1", api_key="none", **given)
+    return Model(f"openai/{name}", api_base=f"{checks.URL}/v1", api_key="none", **given)
 
 
 def chat() -> object:
