@@ -301,6 +301,7 @@ def announce(startup: Startup) -> None:
         f"  export OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={config.url}",
         f"  export ANTHROPIC_API_KEY={key}",
+        f"  export OLLAMA_HOST={config.url}",
         "",
         f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
         "",

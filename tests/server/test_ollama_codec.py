@@ -17,10 +17,11 @@ import pytest
 from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
-from quire.errors import InvalidRequest
+from quire.errors import DownloadFailed, InvalidRequest
 from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.server.models import Models
+from quire.server.ollama import pull
 from quire.server.ollama.catalog import API_VERSION, NEVER
 from quire.server.ollama.errors import OLLAMA
 from quire.server.ollama.generation import Reply, chat_answer, generate_answer
@@ -35,6 +36,7 @@ from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import CallParser, find_tool_format
 from quire.text.tools import Tool, ToolCall
 from tests.server.rig import FAKE, Server, serving
+from tests.waiting import eventually
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -604,3 +606,51 @@ def test_apply_template_is_what_a_chat_would_read(server: Server) -> None:
     assert plain.startswith(bare)
     refused = server.post("/apply-template", {"messages": []})
     assert (refused.status, refused.json["error"]["param"]) == (400, "messages")
+
+
+# Pulling, without a network
+
+
+def pulled(
+    monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., object], name: str = "smollm2"
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr(pull, "pull", fetch)
+
+    async def read() -> bytes:
+        assert pull._is_pulling.acquire(blocking=False)
+        return b"".join([line async for line in pull.Pulling(name).lines()])
+
+    data = asyncio.run(read())
+    assert eventually(lambda: not pull._is_pulling.locked(), "the next one may begin")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_pull_tells_how_far_it_is_and_what_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, progress: Callable[[str, int, int], None]) -> None:
+        assert name == "smollm2"
+        for done in range(1001):  # more often than anyone wants to read
+            progress("downloading", done, 1000)
+
+    first, *parts, last = pulled(monkeypatch, fetch)
+    assert first == {"status": "pulling manifest"}
+    assert [part["completed"] for part in parts] == [*range(0, 1001, 10)]
+    assert {(part["status"], part["total"]) for part in parts} == {("downloading smollm2", 1000)}
+    assert all(part["digest"].startswith("sha256:") for part in parts)
+    assert last["status"] == "success"
+    assert "quire serve smollm2" in last["note"]
+
+
+def test_a_pull_of_the_hub_draws_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    pulled(monkeypatch, lambda *given: asked.append(given), "org/name")
+    assert asked == [("org/name", None)]
+
+
+@pytest.mark.parametrize("error", [DownloadFailed("the line is cut"), OSError("the disk is full")])
+def test_a_pull_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fetch(*_given: object) -> None:
+        raise error
+
+    _, last = pulled(monkeypatch, fetch)
+    assert set(last) == {"error"}
+    assert str(error) in last["error"]
