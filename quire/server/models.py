@@ -299,9 +299,6 @@ class Models:
         """The largest that is known."""
         return max(model.max_context or 0 for model in self._models)
 
-    def has(self, name: str) -> bool:
-        return name in self._by_name
-
     def find(self, name: str | None) -> Model:
         """None: the default, which is the first."""
         if name is None:

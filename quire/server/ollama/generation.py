@@ -22,7 +22,6 @@ from quire.server.ollama.parsing import (
     NAMES,
     find_model,
     keep_alive_s,
-    parameters_field,
     parse_chat,
     parse_generate,
     shape_field,
@@ -82,7 +81,7 @@ async def generate(call: Call) -> Response:
 async def _generate(
     call: Call, body: OllamaBody, ask: Ask, make: MakeAnswer, *, is_raw: bool = False, has_context: bool = False
 ) -> Response:
-    with in_their_words(NAMES), shape_errors(ask, shape_field(body), parameters_field):
+    with in_their_words(NAMES), shape_errors(ask, shape_field(body)):
         work = await call.open(ask)
         call.note(IGNORED, unmet(body, call.service, is_raw=is_raw))
         reply = Reply(work, body.model, make, has_context=has_context)

@@ -102,10 +102,6 @@ def shape_field(body: OllamaBody) -> str | None:
     return "format" if body.format else None
 
 
-def parameters_field(index: int) -> str:
-    return f"tools[{index}].function.parameters"
-
-
 def unmet(body: OllamaBody, service: Service, *, is_raw: bool = False) -> list[str]:
     """What was asked for and this model does not have, to be named: clients send both whatever the model is."""
     found: list[str] = []
@@ -216,8 +212,17 @@ def _tools(given: Sequence[OllamaTool]) -> tuple[Tool, ...]:
         if tool.type != "function":
             text = f"tools[{i}].type = {tool.type!r:.80} is not supported: tools are functions that the client calls"
             raise ApiError(Kind.INVALID, text, param=f"tools[{i}].type", reason="unsupported_value")
-    functions = [tool.function for tool in given]
-    return tuple(Tool(one.name, one.description or "", one.parameters or {}, is_strict=False) for one in functions)
+    return tuple(
+        Tool(
+            tool.function.name,
+            tool.function.description or "",
+            tool.function.parameters or {},
+            is_strict=False,
+            path=f"tools[{i}]",
+            schema_path=f"tools[{i}].function.parameters",
+        )
+        for i, tool in enumerate(given)
+    )
 
 
 # Messages
