@@ -1,6 +1,6 @@
 """Renders what Claude Code and Codex send with every chat template of a folder: `python -m tests.templates FOLDER`.
 
-For templates that are not ours to copy, such as a collection of models' *.jinja files. Prints what is missing in prompts.
+For templates that are not ours to copy, such as a collection of models' *.jinja files. Prints what prompts lack.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from quire.errors import QuireError
 # name -> what it does, in the words of its help. Each is a function of that name in quire/cli/NAME.py, or in the file
 # that FILES names.
 COMMANDS: dict[str, str] = {
-    "serve": "Serve models to OpenAI and Anthropic clients.",
+    "serve": "Serve models to OpenAI, Anthropic and Ollama clients.",
     "generate": "Answer one prompt.",
     "chat": "Talk with a model.",
     "bench": "Measure a model here.",

@@ -1,4 +1,4 @@
-"""`quire serve`: models behind the OpenAI and Anthropic protocols.
+"""`quire serve`: models behind the OpenAI, Anthropic and Ollama protocols.
 
 Every option can be set by a flag, by `QUIRE_NAME` in the environment or by its name in a YAML file, in that order.
 """
@@ -151,7 +151,7 @@ def serve(
     log_format: Annotated[str, Opt(help="text or json.")] = "text",
     hello: Annotated[bool, Opt("--hello", help="Ask it something once it is up, and show what the cache did.")] = False,
 ) -> None:
-    """Serve models to OpenAI and Anthropic clients. Each option is also QUIRE_NAME in the environment."""
+    """Serve models to OpenAI, Anthropic and Ollama clients. Each option is also QUIRE_NAME in the environment."""
     options = dict(locals())
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server has its own: nothing is under way yet
         signal.signal(number, _leave)
@@ -301,6 +301,7 @@ def announce(startup: Startup) -> None:
         f"  export OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={config.url}",
         f"  export ANTHROPIC_API_KEY={key}",
+        f"  export OLLAMA_HOST={config.url}",
         "",
         f"  page: {config.url}/    API: {config.url}/docs    metrics: {config.url}/metrics    Ctrl-C: finish and leave",
         "",

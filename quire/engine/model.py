@@ -71,13 +71,22 @@ class ModelText:
         return tuple(self.tokenizer.encode(text))
 
     def encode_chat(self, chat: ChatRequest, max_context: int) -> tuple[int, ...]:
+        self._check_size(chat, max_context)
+        return tuple(self.template.encode(chat))
+
+    def render_chat(self, chat: ChatRequest, max_context: int) -> str:
+        """The prompt as text, to look at: control strings that people wrote look like the template's own in it."""
+        self._check_size(chat, max_context)
+        return self.template.render(chat)
+
+    def _check_size(self, chat: ChatRequest, max_context: int) -> None:
+        """Before it is rendered, which takes time."""
         limit = MAX_CHARS_PER_TOKEN * max_context
         if chat.num_chars > limit:
             raise ContextTooLong(
                 f"messages of {chat.num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
                 f" {max_context} tokens of context"
             )
-        return tuple(self.template.encode(chat))
 
     def request(
         self,

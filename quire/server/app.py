@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import cache, ops, residents
+from quire.server import cache, llama_cpp, ops, residents
 from quire.server.anthropic import messages as anthropic
 from quire.server.anthropic.errors import ANTHROPIC
 from quire.server.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -25,7 +25,25 @@ from quire.server.auth import KeyRing, presented
 from quire.server.call import Call, CallLimits, Handler, answer
 from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
+from quire.server.hints import advice, find_meant, why_unserved
 from quire.server.models import Models
+from quire.server.ollama import catalog
+from quire.server.ollama import generation as ollama
+from quire.server.ollama.errors import OLLAMA
+from quire.server.ollama.pull import pull_model
+from quire.server.ollama.types import (
+    ListedModels,
+    LoadedModels,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaVersion,
+    PullProgress,
+    PullRequest,
+    ShownModel,
+    ShowRequest,
+)
 from quire.server.openai import chat, completions, models, responses
 from quire.server.openai.errors import OPENAI, RESPONSES
 from quire.server.openai.responses_types import ResponseObject, ResponsesRequest
@@ -119,6 +137,40 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation has.",
         CountTokensRequest, TokenCount, ANTHROPIC, tag="anthropic",
+    ),
+    Endpoint(
+        "POST", "/api/chat", ollama.chat, "Answer a conversation, Ollama's way.",
+        OllamaChatRequest, OllamaChatAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
+    ),
+    Endpoint(
+        "POST", "/api/generate", ollama.generate, "Answer a question, or continue a raw prompt.",
+        OllamaGenerateRequest, OllamaGenerateAnswer, OLLAMA, streams=True, generates=True, tag="ollama",
+    ),
+    Endpoint(
+        "GET", "/api/tags", catalog.tags, "The models served here.", answer=ListedModels, dialect=OLLAMA, tag="ollama",
+    ),
+    Endpoint(
+        "POST", "/api/show", catalog.show, "What a model is.", ShowRequest, ShownModel, OLLAMA, tag="ollama",
+    ),
+    Endpoint(
+        "GET", "/api/ps", catalog.ps, "The models in memory.", answer=LoadedModels, dialect=OLLAMA, tag="ollama",
+    ),
+    Endpoint(
+        "GET", "/api/version", catalog.version, "Which Ollama this speaks like.",
+        answer=OllamaVersion, dialect=OLLAMA, tag="ollama",
+    ),
+    Endpoint(
+        "POST", "/api/pull", pull_model, "Fetch a model to this machine's disk.",
+        PullRequest, PullProgress, OLLAMA, access=Access.ADMIN, streams=True, tag="ollama",
+    ),
+    Endpoint(
+        "GET", "/props", llama_cpp.props, "What a model is and has.",
+        answer=llama_cpp.Props, tag="llama.cpp", query=cache.ModelQuery,
+    ),
+    Endpoint("GET", "/slots", llama_cpp.slots, "Which places are taken.", tag="llama.cpp", query=cache.ModelQuery),
+    Endpoint(
+        "POST", "/apply-template", llama_cpp.apply_template, "The prompt that a conversation becomes.",
+        ChatCompletionRequest, llama_cpp.RenderedPrompt, tag="llama.cpp",
     ),
     Endpoint(
         "POST", "/v1/cache/explain", cache.explain, "What the cache would give a prompt, and why not more.",
@@ -234,7 +286,7 @@ class Path:
         call = Call(scope, receive, send, models=self._models, watch=self._watch, limits=self._limits)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not what was typed: it is a label
-        call.dialect = ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
+        call.dialect = self._dialect(call)
         try:
             response = await answer(call, self._pass(endpoint))
             if response is not None:
@@ -242,12 +294,18 @@ class Path:
         finally:
             await call.finish()
 
+    def _dialect(self, call: Call) -> Dialect:
+        """Of the path; some are asked by clients of several protocols."""
+        if self._first.dialect is OLLAMA or call.request.scope["path"].startswith("/api/"):
+            return OLLAMA
+        return ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
+
     def _pass(self, endpoint: Endpoint | None) -> Handler:
         async def handle(call: Call) -> Response:
             self._gate.check(call, Access.USER if endpoint is None else endpoint.access)
             if endpoint is None:
-                call.headers["allow"] = ", ".join(sorted(self._endpoints))
-                raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here")
+                call.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
+                raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here: use {allowed}")
             if endpoint.generates:
                 call.models.check_open(call.key)
             return await endpoint.handler(call)
@@ -257,7 +315,10 @@ class Path:
 
 async def not_found(call: Call) -> Response:
     path = call.request.scope["path"]
-    raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; /docs lists what there is")
+    meant = None if why_unserved(path) else find_meant(path, ENDPOINTS)
+    if meant is not None and call.dialect is OPENAI:
+        call.dialect = meant.dialect
+    raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; {advice(path, meant)}")
 
 
 def make_app(served: Models, gate: Gate, limits: CallLimits) -> ASGIApp:

@@ -224,7 +224,7 @@ class Call:
             return await work.outputs()
 
     async def stream(self, work: Work, events: AsyncIterator[bytes]) -> Response:
-        """Server-sent events. An error before the first one is an ordinary error answer."""
+        """Events as they come. An error before the first one is an ordinary error answer."""
         stream = EventStream(work, events, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream

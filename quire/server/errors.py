@@ -25,6 +25,8 @@ from quire.errors import (
 # What an exception says may hold paths and more that is nobody's business: it is in the log. These words are our own.
 _OURS = ("the process that runs ", "the engine was closed")
 _CUT = ("the step failed", "the answer could not be read")  # and an exception's words follow
+SERVER_SENT_EVENTS = "text/event-stream; charset=utf-8"
+
 log = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"[a-z][a-z_]*(?:\[[^\]]{0,64}\]|\.[a-z_]+)*(?=[ :])")
@@ -76,12 +78,14 @@ _MAY_RETRY = {Kind.RATE_LIMITED, Kind.OVERLOADED, Kind.UNAVAILABLE, Kind.TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one protocol says an error."""
+    """How one protocol says an error, and how it frames a stream."""
 
     name: str
     status: Callable[[ApiError], int]
     body: Callable[[ApiError, str], bytes]  # with the request's id
-    event: Callable[[ApiError, str], bytes]  # in mid-stream: a whole server-sent event
+    event: Callable[[ApiError, str], bytes]  # in mid-stream: a whole event of the stream
+    stream_type: str = SERVER_SENT_EVENTS
+    keep_alive: bytes = b": keep-alive\n\n"  # says nothing, wherever it stands between two events
 
 
 def from_quire(error: QuireError, fields: frozenset[str] = frozenset()) -> ApiError:

@@ -285,6 +285,11 @@ class Models:
         return self._models[0]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All that clients may call them, aliases included."""
+        return tuple(self._by_name)
+
+    @property
     def num_open(self) -> int:
         """Requests under way, those that wait for a load included."""
         return self._num_open
@@ -293,9 +298,6 @@ class Models:
     def max_context(self) -> int:
         """The largest that is known."""
         return max(model.max_context or 0 for model in self._models)
-
-    def has(self, name: str) -> bool:
-        return name in self._by_name
 
     def find(self, name: str | None) -> Model:
         """None: the default, which is the first."""
@@ -334,12 +336,14 @@ class Models:
         except BaseException:
             ticket.leave()
             raise
+        load_s = time.monotonic() - began_s
         try:
             assert model.service is not None
-            work = await model.service.open(ask, caller, ticket, time.monotonic() - began_s)
+            work = await model.service.open(ask, caller, ticket, load_s)
         except BaseException:
             self.release(model)
             raise
+        work.load_s = load_s
         work.on_close(partial(self.release, model))
         return work
 

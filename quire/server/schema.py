@@ -96,6 +96,12 @@ ERRORS: Mapping[str, Json] = {
             "request_id": {"type": "string"},
         },
     },
+    "ollama": {
+        "title": "OllamaError",
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "string", "description": "What is wrong, with the field and its value."}},
+    },
 }
 
 # Said of a field of a body that says nothing of itself: both protocols mean the same by the same name.
@@ -104,6 +110,7 @@ FIELDS = {
     "cache": "Add a `cache` object to the answer: how much of the prompt was cached, and why not more.",
     "cache_control": "Keep the cache of everything up to here, for `ttl`.",
     "cache_salt": "Share the cache only with requests that name the same salt.",
+    "format": "What the answer must look like: json for any object, or a JSON schema.",
     "frequency_penalty": "-2 to 2: lowers a token by how often the answer has it.",
     "guided_choice": "As `structured_outputs.choice`.",
     "guided_grammar": "As `structured_outputs.grammar`.",
@@ -124,6 +131,7 @@ FIELDS = {
     "min_tokens": "The shortest answer, in tokens.",
     "model": "The name of the model, as `/v1/models` lists it.",
     "n": "How many answers. They share the computation of the prompt.",
+    "options": "How to sample, and how long.",
     "parallel_tool_calls": "false: at most one call in an answer.",
     "presence_penalty": "-2 to 2: lowers a token that the answer has.",
     "priority": "high, normal or low; or a number, smaller is sooner, 0 is normal. A key's tier bounds it.",
@@ -164,7 +172,7 @@ EXAMPLES: Mapping[str, Any] = {
 }
 
 _INFO = (
-    "A local, batched, prefix-cached model server that speaks the OpenAI and the Anthropic protocol. "
+    "A local, batched, prefix-cached model server that speaks the protocols of OpenAI, Anthropic and Ollama. "
     "Fields that are not known are accepted and named in the header `x-quire-ignored-fields`."
 )
 
@@ -230,9 +238,8 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
     if route.answer is not None:
         good["content"] = {"application/json": {"schema": schema_of[route.answer]}}
     if route.streams:
-        when = "unless `once` is true" if route.body is None else "where `stream` is true"
-        events = {"schema": {"description": f"Server-sent events, {when}."}}
-        good.setdefault("content", {})["text/event-stream"] = events
+        kind, events = _stream(route)
+        good.setdefault("content", {})[kind] = {"schema": {"description": events}}
     responses: Json = {"200": good}
     error: Json = {"$ref": _REF.format(name=ERRORS.get(route.dialect.name, ERRORS["openai"])["title"])}
     for status in _statuses(route):
@@ -246,6 +253,14 @@ def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> 
             "content": {"application/json": {"schema": schema}},
         }
     return responses
+
+
+def _stream(route: Route) -> tuple[str, str]:
+    """The type of a stream, and what it is."""
+    if route.dialect.name == "ollama":
+        return "application/x-ndjson", "Lines of JSON, unless `stream` is false."
+    when = "unless `once` is true" if route.body is None else "where `stream` is true"
+    return "text/event-stream", f"Server-sent events, {when}."
 
 
 def _statuses(route: Route) -> list[int]:

@@ -1,4 +1,4 @@
-"""Server-sent events: one writer, and keep-alives while nothing comes.
+"""A stream of events: one writer, and keep-alives while nothing comes. The dialect says how they are framed.
 
 The engine never waits for a reader: a slow one gets fewer and longer writes, a dead one is cut by its connection.
 """
@@ -16,8 +16,6 @@ from quire.errors import QuireError
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.work import ClientGone, Work
 
-KEEP_ALIVE = b": keep-alive\n\n"
-
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +31,7 @@ class EventStream(Response):
         keep_alive_s: float,
     ) -> None:
         headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
+        super().__init__(None, 200, headers, dialect.stream_type)
         del self.headers["content-length"]
         self._dialect = dialect
         self._work = work
@@ -101,7 +99,7 @@ class EventStream(Response):
         is_silent = now_s - self._last_s >= self._keep_alive_s
         if is_silent and not self._is_writing and not self._work.is_closed:
             self._last_s = now_s
-            self._ping = self._loop.create_task(self._write(KEEP_ALIVE))
+            self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
 
 

@@ -88,6 +88,7 @@ class Work:
         self.error: Exception | None = None
         self._on_close: list[Callable[[], object]] = []
         self.is_closed = False
+        self.load_s = 0.0  # how long it waited for its model to be loaded
         self._queued_s: float | None = None
         self._started_at_s: float | None = None
         self._first_at_s: float | None = None
@@ -151,6 +152,20 @@ class Work:
     @property
     def is_started(self) -> bool:
         return self._started_at_s is not None
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the start of the first prompt to the first token; None before that."""
+        if self._first_at_s is None or self._started_at_s is None:
+            return None
+        return max(0.0, self._first_at_s - self._started_at_s)
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last so far; None before the first."""
+        if self._first_at_s is None or self._last_at_s is None:
+            return None
+        return self._last_at_s - self._first_at_s
 
     def add(self, generation: Generation) -> None:
         self.generations.append(generation)
@@ -248,7 +263,7 @@ class Work:
     def _record(self, error: Exception | None) -> RequestRecord:
         now_s = time.monotonic()
         usage, cache = self.usage, self.cache
-        started, first, last = self._started_at_s, self._first_at_s, self._last_at_s
+        first = self._first_at_s
         finish, kind = self._outcome(error)
         return RequestRecord(
             request_id=self.request_id,
@@ -266,8 +281,8 @@ class Work:
             cache_reason=None if cache is None else cache.reason.value,
             queued_s=self._queued_s,
             ttft_s=None if first is None else first - self.caller.arrived_s,
-            prefill_s=None if first is None or started is None else max(0.0, first - started),
-            decode_s=None if first is None or last is None else last - first,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
             e2e_s=now_s - self.caller.arrived_s,
             finish=finish,
             error=kind,

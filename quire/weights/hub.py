@@ -1,6 +1,6 @@
 """Where models come from: a path, a name quire knows, or a name of the Hugging Face hub.
 
-`resolve` only looks and never fetches; `pull` fetches. Nothing here is reached by a request: no endpoint takes a path.
+`resolve` only looks and never fetches; `pull` fetches. No endpoint takes a path: `/api/pull` refuses what may be one.
 """
 
 from __future__ import annotations

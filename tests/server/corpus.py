@@ -30,6 +30,9 @@ PIN = "/v1/cache/pin"
 UNPIN = "/v1/cache/unpin"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
+OLLAMA_CHAT = "/api/chat"
+OLLAMA_GENERATE = "/api/generate"
+ASKED = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE, OLLAMA_CHAT, OLLAMA_GENERATE)
 
 DEEP = 100_000
 MIB = 1 << 20
@@ -48,6 +51,8 @@ GOOD: dict[str, dict[str, Any]] = {
     UNPIN: {"id": "nothing"},
     TOKENIZE: {"prompt": "Hi"},
     DETOKENIZE: {"tokens": [1]},
+    OLLAMA_CHAT: {"model": "tiny", "messages": [HI], "options": {"num_predict": 2}},
+    OLLAMA_GENERATE: {"model": "tiny", "prompt": "Hi", "options": {"num_predict": 2}},
 }
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
@@ -588,7 +593,18 @@ def _wrong_types() -> Iterator[Hostile]:
 
 
 def _models() -> Iterator[Hostile]:
-    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+    for path in (
+        CHAT,
+        COMPLETIONS,
+        MESSAGES,
+        RESPONSES,
+        COUNT,
+        EXPLAIN,
+        TOKENIZE,
+        DETOKENIZE,
+        OLLAMA_CHAT,
+        OLLAMA_GENERATE,
+    ):
         for label, name in (
             ("unknown", "gpt-9"),
             ("path", "../../etc/passwd"),
@@ -606,7 +622,7 @@ def _duplicates() -> Iterator[Hostile]:
 
 def corpus() -> tuple[Hostile, ...]:
     rows: list[Hostile] = []
-    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT, EXPLAIN, TOKENIZE, DETOKENIZE):
+    for path in ASKED:
         some = _WHOLE if path in (CHAT, MESSAGES) else _WHOLE[::5]
         rows += [whole(path, label, data) for label, data in some]
     rows += [literal(path, name, nested("[", "]"), label="10^5 deep") for path, name in _DEEP]

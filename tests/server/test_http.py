@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from quire.server.errors import ApiError, Kind
 from quire.server.http import LINGER_S, HttpProtocol, make_config
 from quire.server.openai.errors import OPENAI
-from quire.server.stream import KEEP_ALIVE, EventStream
+from quire.server.stream import EventStream
 from quire.server.work import Work
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
@@ -146,7 +146,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
 
         async def send(message: Any) -> None:
             sent.append(message)
-            if message.get("body") == KEEP_ALIVE:
+            if message.get("body") == OPENAI.keep_alive:
                 events.may_fail.set()
 
         stream = EventStream(cast(Work, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
@@ -156,7 +156,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
 
     head, *bodies = asyncio.run(serve())
     assert head["status"] == 200
-    assert bodies[0]["body"] == KEEP_ALIVE
+    assert bodies[0]["body"] == OPENAI.keep_alive
     assert b"waited too long" in bodies[-2]["body"]
     assert bodies[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 

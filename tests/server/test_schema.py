@@ -189,7 +189,7 @@ def test_fields_are_described_unless_they_describe_themselves(document: dict[str
 
 def test_tables_name_what_they_should() -> None:
     assert all(text.endswith(".") for text in [*FIELDS.values(), *STATUSES.values()])
-    assert set(ERRORS) == {"openai", "anthropic"}
+    assert set(ERRORS) == {"openai", "anthropic", "ollama"}
     json.dumps(dict(EXAMPLES))
 
 

@@ -96,7 +96,7 @@ async def count_tokens(call: Call) -> Response:
 
 def _served_name(call: Call, name: str) -> str | None:
     """Agents made for Anthropic's models ask for them by name: the default model answers, and the header says so."""
-    if call.models.has(name) or not name.startswith(ANTHROPIC_MODELS):
+    if name in call.models.names or not name.startswith(ANTHROPIC_MODELS):
         return name
     call.note(IGNORED, ("model",))
     return None

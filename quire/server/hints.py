@@ -1,0 +1,133 @@
+"""What to say of a path that leads nowhere: the one that was meant, found in the route table, or why there is none.
+
+Nobody is redirected: a client that is sent elsewhere would hide a wrong base URL, and pay for it with each request.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+MAX_PATH_CHARS = 200  # a longer one is no slip of anyone's
+NEAR = 0.85  # of difflib's ratio: a letter or two
+# What a base URL has too much or too little of.
+_PREFIXES = ("v1", "api", "openai", "anthropic")
+BASES = {
+    "openai": "OpenAI clients take a base URL that ends in one /v1",
+    "anthropic": "Anthropic clients add /v1 themselves: their base URL ends without it",
+    "ollama": "Ollama clients take the bare address, without a path",
+}
+_NO_EMBEDDINGS = "quire serves models that write, and makes no embeddings"
+_NO_STORE = "nothing is stored here"
+_NO_MODELS = "models are files of this server: `quire pull` fetches them, and the server is started with them"
+
+# What other servers have under such names, without the prefixes above, and why it is not here.
+UNSERVED = {
+    "embeddings": _NO_EMBEDDINGS,
+    "embed": _NO_EMBEDDINGS,
+    "embedding": _NO_EMBEDDINGS,
+    "rerank": _NO_EMBEDDINGS,
+    "score": _NO_EMBEDDINGS,
+    "audio": "quire reads and writes text only",
+    "images": "quire reads and writes text only",
+    "videos": "quire reads and writes text only",
+    "realtime": "quire reads and writes text only",
+    "moderations": "this server does not moderate",
+    "files": _NO_STORE,
+    "uploads": _NO_STORE,
+    "batches": _NO_STORE,
+    "assistants": _NO_STORE,
+    "threads": _NO_STORE,
+    "conversations": _NO_STORE,
+    "vector_stores": _NO_STORE,
+    "messages/batches": _NO_STORE,
+    "fine_tuning": "this server does not train",
+    "complete": "it is the older form of /v1/messages",
+    "create": _NO_MODELS,
+    "copy": _NO_MODELS,
+    "delete": _NO_MODELS,
+    "push": _NO_MODELS,
+    "blobs": _NO_MODELS,
+    "infill": "the models served write on from the end only",
+}
+
+
+class Row(Protocol):
+    """What a hint needs to know of an endpoint of `app.py`."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def tag(self) -> str: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """A path taken apart: what was typed before the name of the thing, and that name."""
+
+    prefix: tuple[str, ...]
+    core: str
+
+    @staticmethod
+    def of(path: str) -> _Typed:
+        parts = [part for part in path.lower().split("/") if part]
+        size = 0
+        while size < len(parts) and parts[size] in _PREFIXES:
+            size += 1
+        return _Typed(tuple(parts[:size]), "/".join(parts[size:]))
+
+
+def find_meant(path: str, rows: Sequence[R]) -> R | None:
+    """The endpoint that a path nearly names: but for prefixes, slashes, case, a missing end or a letter."""
+    typed = _Typed.of(path)
+    if len(path) > MAX_PATH_CHARS or not typed.core:
+        return None
+    known = [(_Typed.of(_fixed(row.path)), row) for row in rows]
+    same = [(one, row) for one, row in known if one.core == typed.core]
+    siblings = [(one, row) for one, row in known if typed.prefix and one.prefix == typed.prefix[-1:]]
+    if not any(pair in siblings for pair in same):
+        longer = [(one, row) for one, row in siblings if one.core.startswith(typed.core + "/")]
+        same = longer if len(longer) == 1 else same  # /v1/chat is the beginning of one path, /v1/cache of several
+    if not same:  # a name behind it, as of a model
+        same = [(one, row) for one, row in known if "{" in row.path and typed.core.startswith(one.core + "/")]
+    if not same:
+        near = difflib.get_close_matches(typed.core, {one.core for one, _ in known}, n=1, cutoff=NEAR)
+        same = [(one, row) for one, row in known if one.core in near]
+    same.sort(key=lambda pair: (pair[0].prefix[-1:] != typed.prefix[-1:], "{" in pair[1].path))
+    return same[0][1] if same else None
+
+
+def why_unserved(path: str) -> str | None:
+    """Why what other servers have there is not here."""
+    core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    heads = (core, "/".join(core.split("/")[:2]), core.split("/", maxsplit=1)[0])
+    return next((UNSERVED[head] for head in heads if head in UNSERVED), None)
+
+
+def advice(path: str, meant: Row | None) -> str:
+    """The end of the sentence that begins with what was not found."""
+    if meant is not None:
+        text = f"did you mean {meant.method} {_plain(meant.path)}?"
+        is_base = _Typed.of(path).prefix != _Typed.of(meant.path).prefix
+        return f"{text} {BASES[meant.tag]}" if is_base and meant.tag in BASES else text
+    if (why := why_unserved(path)) is not None:
+        return f"it is not served: {why}"
+    return "/docs lists what there is"
+
+
+def _fixed(path: str) -> str:
+    """Up to the first parameter."""
+    return path.partition("{")[0]
+
+
+def _plain(path: str) -> str:
+    """Without Starlette's converters."""
+    return re.sub(r"\{(\w+)(?::\w+)?\}", r"{\1}", path)

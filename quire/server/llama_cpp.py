@@ -1,0 +1,132 @@
+"""`/props`, `/slots` and `/apply-template`, as llama.cpp's server has them: what its tools ask before they begin."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire import __version__
+from quire.server.model_files import facts_of
+from quire.server.openai.chat import parse_chat
+from quire.server.openai.types import ChatCompletionRequest
+from quire.server.watch_view import is_shown
+from quire.text.chat import ChatRequest
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.call import Call
+    from quire.server.models import Model
+    from quire.server.work import Work
+
+
+class SlotParams(msgspec.Struct, kw_only=True):
+    """How it samples unless a request says otherwise."""
+
+    n_predict: int = -1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+
+
+class SlotDefaults(msgspec.Struct, kw_only=True):
+    n_ctx: Annotated[int, Meta(description="Tokens that one request may have, prompt and answer.")]
+    params: SlotParams
+
+
+class Modalities(msgspec.Struct, kw_only=True):
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: SlotDefaults
+    total_slots: Annotated[int, Meta(description="Requests computed at once; 0: the model is not loaded.")]
+    model_path: Annotated[str, Meta(description="The model's name: where it lies is not told.")]
+    chat_template: str
+    build_info: str
+    modalities: Modalities
+    is_sleeping: Annotated[bool, Meta(description="It is not loaded, and will be when it is asked.")]
+
+
+class NextToken(msgspec.Struct, kw_only=True):
+    n_decoded: int
+    has_next_token: bool = True
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    """Numbers only, and of the requests of others not even those: a prompt is nobody else's business."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    speculative: bool = False
+    n_prompt_tokens: int | UnsetType = UNSET
+    next_token: NextToken | UnsetType = UNSET
+
+
+class RenderedPrompt(msgspec.Struct):
+    prompt: str
+
+
+async def props(call: Call) -> Response:
+    """Of one model, the default unless ?model= names another. Loads nothing."""
+    model = call.models.find(call.request.query_params.get("model"))
+    facts = await facts_of(model)
+    given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given["repeat_penalty"] = facts.defaults.repetition_penalty
+    params = SlotParams(**{name: value for name, value in given.items() if value is not None})
+    n_ctx = model.max_context or (0 if facts.spec is None else facts.spec.max_context)
+    return call.json(
+        Props(
+            default_generation_settings=SlotDefaults(n_ctx=n_ctx, params=params),
+            total_slots=_num_slots(model),
+            model_path=model.name,
+            chat_template=facts.template or "",
+            build_info=f"quire-{__version__}",
+            modalities=Modalities(),
+            is_sleeping=model.service is None,
+        )
+    )
+
+
+async def slots(call: Call) -> Response:
+    """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
+    model = call.models.find(call.request.query_params.get("model"))
+    works = [] if model.service is None else sorted(model.service.works, key=lambda work: work.caller.arrived_s)
+    running = [work for work in works if work.is_started]
+    count = max(_num_slots(model), len(running))
+    n_ctx = model.max_context or 0
+    return call.json([_slot(i, n_ctx, running[i] if i < len(running) else None, call) for i in range(count)])
+
+
+async def apply_template(call: Call) -> Response:
+    """The prompt that /v1/chat/completions would make of the same body, as text."""
+    body = await call.body(ChatCompletionRequest)
+    (chat,) = parse_chat(body).prompts
+    assert isinstance(chat, ChatRequest)
+    service = await call.use(body.model)
+    text = await asyncio.to_thread(service.text.render_chat, chat, service.max_context)
+    return call.json(RenderedPrompt(text))
+
+
+def _num_slots(model: Model) -> int:
+    return 0 if model.facts is None else model.facts.capacity.max_seqs
+
+
+def _slot(slot_id: int, n_ctx: int, work: Work | None, call: Call) -> Slot:
+    if work is None or not is_shown(work, call.key):
+        return Slot(id=slot_id, n_ctx=n_ctx, is_processing=work is not None)
+    usage = work.usage
+    return Slot(
+        id=slot_id,
+        n_ctx=n_ctx,
+        is_processing=True,
+        n_prompt_tokens=usage.prompt_tokens,
+        next_token=NextToken(n_decoded=usage.completion_tokens),
+    )

@@ -1,0 +1,76 @@
+"""What a model's files say of it, for clients that ask before it is loaded. Knows no protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import QuireError
+from quire.text.reasoning import find_reasoning
+from quire.weights.hub import NO_DEFAULTS, known_generation, size_of
+from quire.weights.names import expected_tensors
+from quire.weights.opening import open_checkpoint
+from quire.weights.spec import GenerationDefaults, ModelSpec
+
+if TYPE_CHECKING:
+    from quire.server.models import Model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Of files that cannot be read, `spec` is None: the next load says why."""
+
+    format: str
+    num_bytes: int
+    modified_s: float
+    digest: str  # of the name, size and time of the files, which is cheap; not of their content
+    spec: ModelSpec | None = None
+    template: str | None = None
+    defaults: GenerationDefaults = NO_DEFAULTS
+
+    @property
+    def num_parameters(self) -> int:
+        return 0 if self.spec is None else sum(map(math.prod, expected_tensors(self.spec).values()))
+
+    @property
+    def can_think(self) -> bool:
+        return find_reasoning(self.template) is not None
+
+
+async def facts_of(model: Model) -> ModelFacts:
+    """Read once; a path whose files change is read again."""
+    path, load_format = model.config.path, model.config.engine.load_format
+    return await asyncio.to_thread(lambda: _read(path, load_format, *_looks(path)))
+
+
+def _looks(path: Path) -> tuple[int, float]:
+    try:
+        return size_of(path), path.stat().st_mtime
+    except OSError:
+        return 0, 0.0
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> ModelFacts:
+    is_gguf = path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists())
+    digest = hashlib.sha256(f"{path.name} {num_bytes} {modified_s}".encode()).hexdigest()
+    form = "gguf" if is_gguf else "safetensors"
+    try:
+        checkpoint = open_checkpoint(path, load_format)
+    except QuireError:
+        return ModelFacts(form, num_bytes, modified_s, digest)
+    try:
+        template = checkpoint.tokenizer_files().chat_template
+        defaults = checkpoint.generation
+        if defaults == NO_DEFAULTS:  # as `ModelText.open` fills them in
+            defaults = known_generation(path)
+        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults)
+    except QuireError:
+        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec)
+    finally:
+        checkpoint.close()

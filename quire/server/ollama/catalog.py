@@ -1,0 +1,179 @@
+"""`/api/tags`, `/api/show`, `/api/ps` and `/api/version`: which models there are and what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from quire import __version__
+from quire.engine.manager import ModelState
+from quire.server.errors import ApiError, Kind
+from quire.server.model_files import ModelFacts, facts_of
+from quire.server.ollama.generation import rfc3339
+from quire.server.ollama.parsing import find_model
+from quire.server.ollama.types import (
+    ListedModel,
+    ListedModels,
+    LoadedModel,
+    LoadedModels,
+    ModelDetails,
+    OllamaVersion,
+    ShownModel,
+    ShowRequest,
+)
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.call import Call
+    from quire.server.models import Model
+
+API_VERSION = "0.12.11"  # the first Ollama whose API has logprobs, the newest field that is spoken here
+NEVER = "9999-12-31T23:59:59Z"
+_PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+async def tags(call: Call) -> Response:
+    """An entry for every name a model has."""
+    entries: list[ListedModel] = []
+    for model in call.models:
+        facts = await facts_of(model)
+        entries += [
+            ListedModel(
+                name=name,
+                model=name,
+                modified_at=rfc3339(facts.modified_s),
+                size=facts.num_bytes,
+                digest=facts.digest,
+                details=_details(facts),
+                capabilities=_capabilities(facts),
+            )
+            for name in model.names
+        ]
+    return call.json(ListedModels(models=entries))
+
+
+async def show(call: Call) -> Response:
+    body = await call.body(ShowRequest)
+    model = find_model(call.models, given_name(body.model, body.name))
+    facts = await facts_of(model)
+    return call.json(
+        ShownModel(
+            parameters=_parameters(facts),
+            template=facts.template or "",
+            details=_details(facts),
+            model_info=_info(model, facts),
+            capabilities=_capabilities(facts),
+            modified_at=rfc3339(facts.modified_s),
+        )
+    )
+
+
+async def ps(call: Call) -> Response:
+    """The models in memory."""
+    entries: list[LoadedModel] = []
+    for model in call.models:
+        if model.state not in (ModelState.READY, ModelState.UNLOADING):
+            continue
+        facts = await facts_of(model)
+        ready = model.facts
+        is_on_gpu = ready is not None and not ready.facts.device.startswith("cpu")
+        entries.append(
+            LoadedModel(
+                name=model.name,
+                model=model.name,
+                size=model.num_bytes,
+                size_vram=model.num_bytes if is_on_gpu else 0,
+                digest=facts.digest,
+                details=_details(facts),
+                expires_at=_expires_at(model),
+                context_length=model.max_context or 0,
+            )
+        )
+    return call.json(LoadedModels(models=entries))
+
+
+async def version(call: Call) -> Response:
+    return call.json(OllamaVersion(version=API_VERSION, quire=__version__))
+
+
+def given_name(model: str | None, name: str | None) -> str:
+    """`model`, or its older form."""
+    if not (given := model or name):
+        raise ApiError(Kind.INVALID, "model is missing", param="model")
+    return given
+
+
+def _expires_at(model: Model) -> str:
+    seat = model.seat
+    if seat.idle_unload_s is None or seat.is_pinned:
+        return NEVER
+    left_s = seat.idle_unload_s  # a busy one has all of it still to come
+    if seat.idle_timer is not None:
+        left_s = seat.idle_timer.when() - asyncio.get_running_loop().time()
+    return rfc3339(time.time() + max(0.0, left_s))
+
+
+def _details(facts: ModelFacts) -> ModelDetails:
+    if (spec := facts.spec) is None:
+        return ModelDetails(format="", family="", families=[], parameter_size="", quantization_level="")
+    return ModelDetails(
+        format=facts.format,
+        family=spec.architecture,
+        families=[spec.architecture],
+        parameter_size=_human(facts.num_parameters),
+        quantization_level=spec.quantization,
+    )
+
+
+def _human(count: int) -> str:
+    """As Ollama writes it: 134.52M, 8.0B."""
+    if count >= 10**9:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.2f}M" if count >= 10**6 else f"{count / 1e3:.2f}K"
+
+
+def _capabilities(facts: ModelFacts) -> list[str]:
+    """Tools work with every template: where it knows none, the model is told of them in words."""
+    found = ["completion"]
+    if facts.template is not None:
+        found.append("tools")
+    if facts.can_think:
+        found.append("thinking")
+    return found
+
+
+def _parameters(facts: ModelFacts) -> str:
+    found = {theirs: getattr(facts.defaults, ours) for ours, theirs in _PARAMETERS.items()}
+    return "\n".join(f"{name:<30} {value}" for name, value in found.items() if value is not None)
+
+
+def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
+    if (spec := facts.spec) is None:
+        return {}
+    arch = spec.architecture
+    return {
+        "general.architecture": arch,
+        "general.basename": model.root,
+        "general.parameter_count": facts.num_parameters,
+        # What this server gives it, which may be less than the model was made for: clients size their prompts by it.
+        f"{arch}.context_length": model.max_context or spec.max_context,
+        f"{arch}.embedding_length": spec.hidden_size,
+        f"{arch}.block_count": spec.num_layers,
+        f"{arch}.feed_forward_length": spec.ffn_size,
+        f"{arch}.attention.head_count": spec.num_heads,
+        f"{arch}.attention.head_count_kv": spec.num_kv_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": spec.norm_eps,
+        f"{arch}.rope.dimension_count": spec.rope.rotary_size,
+        f"{arch}.rope.freq_base": spec.rope.theta,
+        f"{arch}.vocab_size": spec.vocab_size,
+        "tokenizer.ggml.bos_token_id": spec.bos_token_id,
+        "tokenizer.ggml.eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+    }

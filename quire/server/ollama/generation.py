@@ -1,0 +1,253 @@
+"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `Ask` and one `Work`.
+
+Answers stream unless `stream` is false: lines of JSON, the last one with the figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from quire.engine.outputs import Completion, TokenLogprob
+from quire.errors import InvalidRequest
+from quire.server.call import IGNORED
+from quire.server.errors import ApiError, Kind
+from quire.server.ollama.parsing import (
+    NAMES,
+    find_model,
+    keep_alive_s,
+    parse_chat,
+    parse_generate,
+    shape_field,
+    unmet,
+)
+from quire.server.ollama.types import (
+    AnswerFunction,
+    OllamaAlternative,
+    OllamaAnswer,
+    OllamaAnswerCall,
+    OllamaAnswerMessage,
+    OllamaBody,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaLogprob,
+)
+from quire.server.openai.encoding import cache_view, finish_reason, finite, token_text
+from quire.server.openai.parsing import in_their_words
+from quire.server.shapes import shape_errors
+from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from quire.server.ask import Ask
+    from quire.server.call import Call
+    from quire.server.models import Model
+    from quire.server.work import Work
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def chat(call: Call) -> Response:
+    body = await call.body(OllamaChatRequest)
+    model = find_model(call.models, body.model)
+    if not body.messages:
+        return await _move(call, body, model, chat_answer)
+    return await _generate(call, body, replace(parse_chat(body), model=model.name), chat_answer)
+
+
+async def generate(call: Call) -> Response:
+    body = await call.body(OllamaGenerateRequest)
+    model = find_model(call.models, body.model)
+    if not body.prompt:
+        return await _move(call, body, model, generate_answer)
+    ask = replace(parse_generate(body), model=model.name)
+    if body.context:
+        service = await call.use(model.name)
+        with in_their_words(NAMES):
+            prompt = (*body.context, *await service.encode(ask.prompts[0]))
+        ask = replace(ask, prompts=(prompt,))
+    return await _generate(call, body, ask, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
+
+
+async def _generate(
+    call: Call, body: OllamaBody, ask: Ask, make: MakeAnswer, *, is_raw: bool = False, has_context: bool = False
+) -> Response:
+    with in_their_words(NAMES), shape_errors(ask, shape_field(body)):
+        work = await call.open(ask)
+        call.note(IGNORED, unmet(body, call.service, is_raw=is_raw))
+        reply = Reply(work, body.model, make, has_context=has_context)
+        if ask.is_streaming:
+            return await call.stream(work, reply.lines())
+        one = (await call.result(work))[0].completions[0]
+    return call.json(reply.whole(one))
+
+
+async def _move(call: Call, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+    """Load the model, or unload it: what a request without a prompt is for."""
+    if keep_alive_s(body.keep_alive) == 0:
+        if not call.key.is_admin:
+            text = "keep_alive = 0 without a prompt unloads the model for everyone"
+            raise ApiError(Kind.PERMISSION, f"{text}: the key {call.key.name!r} is not an admin's", param="keep_alive")
+        if model.is_pinned:
+            raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
+        await call.wait_for(call.models.begin(call.models.unload(model)))
+        return call.json(make(Said(), _head(body.model, done=True, done_reason="unload")))
+    if body.keep_alive is not None:
+        call.note(IGNORED, ["keep_alive"])
+    await call.use(model.name)
+    return call.json(make(Said(), _head(body.model, done=True, done_reason="load")))
+
+
+# Out
+
+
+@dataclass(slots=True)
+class Said:
+    """What is new in an answer, or all of it."""
+
+    words: str = ""
+    thought: str = ""
+    calls: list[OllamaAnswerCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.thought or self.calls)
+
+
+MakeAnswer = Callable[[Said, dict[str, Any]], OllamaAnswer]
+
+
+def chat_answer(said: Said, head: dict[str, Any]) -> OllamaChatAnswer:
+    message = OllamaAnswerMessage(said.words, thinking=said.thought or UNSET, tool_calls=said.calls or UNSET)
+    return OllamaChatAnswer(message=message, **head)
+
+
+def generate_answer(said: Said, head: dict[str, Any]) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(response=said.words, thinking=said.thought or UNSET, **head)
+
+
+class Gatherer:
+    """Puts an answer's pieces together. The protocol has calls as a whole, arguments as an object: they wait for that.
+
+    A call that was cut off is left out: half of its arguments are none, and a client would run it without them. The
+    answer's `done_reason` says that it was cut.
+    """
+
+    def __init__(self) -> None:
+        self._call: CallStart | None = None
+        self._arguments = ""
+
+    def take(self, pieces: Iterable[Piece], *, is_last: bool) -> Said:
+        said = Said()
+        for piece in pieces:
+            match piece:
+                case CallArguments(_, text):
+                    self._arguments += text
+                    continue
+                case CallStart():
+                    self._end_call(said)
+                    self._call = piece
+                case Words(text):
+                    self._end_call(said)
+                    said.words += text
+                case Thought(text):
+                    said.thought += text
+        if is_last:
+            self._end_call(said)
+        return said
+
+    def _end_call(self, said: Said) -> None:
+        call, self._call = self._call, None
+        text, self._arguments = self._arguments, ""
+        if call is None:
+            return
+        try:
+            arguments = msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return
+        said.calls.append(OllamaAnswerCall(call.call_id, AnswerFunction(call.number, call.name, arguments)))
+
+
+class Reply:
+    """What is said about one work, as it goes or at its end."""
+
+    def __init__(self, work: Work, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
+        self._work = work
+        self._model = model  # as the client calls it
+        self._make = make
+        self._has_context = has_context
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        parser, gatherer = self._work.new_parser(), Gatherer()
+        reason = "stop"
+        async for batch in self._work.batches():
+            pieces = parser.push("".join(delta.text for _, delta in batch))
+            last = batch[-1][1]
+            if last.finish_reason is not None:
+                reason = finish_reason(last.finish_reason, last.error)
+                pieces += parser.finish()
+            said = gatherer.take(pieces, is_last=last.finish_reason is not None)
+            entries = [entry for _, delta in batch for entry in delta.logprobs]
+            if said or entries:
+                yield _encode(self._make(said, _head(self._model, logprobs=_logprobs(entries)))) + b"\n"
+        yield _encode(self._make(Said(), self._end(reason))) + b"\n"
+
+    def whole(self, one: Completion) -> OllamaAnswer:
+        parser = self._work.new_parser()
+        said = Gatherer().take([*parser.push(one.text), *parser.finish()], is_last=True)
+        end = self._end(finish_reason(one.finish_reason, one.error))
+        return self._make(said, end | {"logprobs": _logprobs(one.logprobs or ())})
+
+    def _end(self, reason: str) -> dict[str, Any]:
+        work = self._work
+        usage, cache = work.usage, cache_view(work)
+        end = _head(
+            self._model,
+            done=True,
+            done_reason=reason,
+            total_duration=_ns(time.monotonic() - work.caller.arrived_s),
+            load_duration=_ns(work.load_s),
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=_ns(work.prefill_s),
+            eval_count=usage.completion_tokens,
+            eval_duration=_ns(work.decode_s),
+            cache=UNSET if cache is None else cache,
+        )
+        if self._has_context:
+            answer = work.generations[0].answers.output().completions[0]
+            end["context"] = [*work.requests[0].prompt, *answer.token_ids]
+        return end
+
+
+def _head(model: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "created_at": rfc3339(time.time()), **more}
+
+
+def rfc3339(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _ns(seconds: float | None) -> int:
+    """At least 1: clients divide by it, and an answer of one token has no time between its tokens."""
+    return max(1, int((seconds or 0.0) * 1e9))
+
+
+def _logprobs(entries: Iterable[TokenLogprob]) -> Any:
+    found = [
+        OllamaLogprob(
+            token_text(entry),
+            finite(entry.logprob),
+            list(entry.data),
+            [OllamaAlternative(token_text(top), finite(top.logprob), list(top.data)) for top in entry.top] or UNSET,
+        )
+        for entry in entries
+    ]
+    return found or UNSET

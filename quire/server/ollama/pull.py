@@ -1,0 +1,130 @@
+"""`POST /api/pull`, admin only: fetch a model to this machine's disk, and say how far it is.
+
+What is fetched is not served before the server is started with it: a server's models are those of its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from quire.errors import QuireError
+from quire.server.errors import ApiError, Kind
+from quire.server.ollama.catalog import given_name
+from quire.server.ollama.errors import OLLAMA
+from quire.server.ollama.parsing import DEFAULT_TAG
+from quire.server.ollama.types import PullProgress, PullRequest
+from quire.weights.hub import find_known, is_path, pull
+from quire.weights.huggingface import HubName
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from quire.server.call import Call
+
+_encode = msgspec.json.Encoder().encode
+_is_pulling = threading.Lock()  # one at a time: a download takes a line and a disk for itself
+
+
+async def pull_model(call: Call) -> Response:
+    """If the client leaves, the download goes on: whoever asks again finds more of it there, or all."""
+    body = await call.body(PullRequest)
+    given = given_name(body.model, body.name)
+    name = given.removesuffix(DEFAULT_TAG)
+    is_streaming = body.stream is not False
+    if {given, name} & {*call.models.names}:
+        last = PullProgress(status="success")
+        return Lines(call.headers, _one(last)) if is_streaming else call.json(last)
+    if find_known(name) is None and (is_path(name) or HubName.parse(name) is None):
+        text = f"model = {given!r:.200} is neither a name that quire knows nor org/name of the hub"
+        raise ApiError(Kind.NO_MODEL, text, param="model")
+    if not _is_pulling.acquire(blocking=False):
+        text = "another model is being pulled: one is fetched at a time"
+        raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
+    pulling = Pulling(name)
+    if is_streaming:
+        return Lines(call.headers, pulling.lines())
+    progress = [one async for one in pulling.progress()]
+    return call.json(progress[-1])
+
+
+class Pulling:
+    """One download, in a thread of its own that does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        """The lock is held, and given back by the thread."""
+        self._name = name
+        self._known = find_known(name)
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[PullProgress | QuireError | None] = asyncio.Queue()
+        self._last = ("", -1)
+        threading.Thread(target=self._run, name=f"pull {name}", daemon=True).start()
+
+    async def progress(self) -> AsyncIterator[PullProgress]:
+        yield PullProgress(status="pulling manifest")
+        while (news := await self._news.get()) is not None:
+            if isinstance(news, QuireError):
+                raise ApiError(Kind.FAILED, f"pull: {news}", reason="download_failed")
+            yield news
+        note = f"it is on this machine's disk now; start the server with it to serve it: quire serve {self._name}"
+        yield PullProgress(status="success", note=note)
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        try:
+            async for one in self.progress():
+                yield _encode(one) + b"\n"
+        except ApiError as error:
+            yield OLLAMA.event(error, "")
+
+    def _run(self) -> None:
+        try:
+            # The hub's library draws bars on this process's terminal where progress is asked for.
+            pull(self._name, self._take if self._known is not None else None)
+            self._say(None)
+        except QuireError as error:
+            self._say(error)
+        except Exception as error:
+            self._say(QuireError(f"{type(error).__name__}: {error}"))
+        finally:
+            _is_pulling.release()
+
+    def _take(self, what: str, num_done: int, num_bytes: int) -> None:
+        """Called for every megabyte: a line for each hundredth is enough."""
+        step = what, 100 * num_done // max(num_bytes, 1)
+        if step == self._last:
+            return
+        self._last = step
+        digest: str | UnsetType = UNSET if self._known is None else f"sha256:{self._known.sha256}"
+        self._say(PullProgress(status=f"{what} {self._name}", digest=digest, total=num_bytes, completed=num_done))
+
+    def _say(self, news: PullProgress | QuireError | None) -> None:
+        with suppress(RuntimeError):  # the server has ended meanwhile
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+
+
+class Lines(Response):
+    """Lines of JSON as they come, of what is no generation."""
+
+    def __init__(self, headers: Mapping[str, str], lines: AsyncIterator[bytes]) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers, OLLAMA.stream_type)
+        del self.headers["content-length"]
+        self._lines = lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive  # writing to a client that has left does nothing
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for line in self._lines:
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _one(last: PullProgress) -> AsyncIterator[bytes]:
+    yield _encode(last) + b"\n"

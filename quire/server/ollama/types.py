@@ -1,0 +1,297 @@
+"""The bodies and answers of Ollama's protocol. /openapi.json is made of these.
+
+Every optional field may be null. Bounds stand here for the schema only; they are checked where the values are used,
+whose messages name field and value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from quire.core.request import MAX_TOKEN_ID
+from quire.engine.params import MAX_LOGPROBS
+from quire.server.cache_view import CacheView
+from quire.server.ollama.support import ignored, refused
+from quire.text.chat import MAX_MESSAGES
+from quire.text.stop_strings import MAX_STOPS
+from quire.text.tools import MAX_TOOLS
+
+THINK_LEVELS = ("low", "medium", "high", "max")
+
+
+def _says(description: str, **schema: Any) -> Meta:
+    return Meta(description=description, extra_json_schema=schema)
+
+
+KeepAlive = Annotated[
+    str | float | None,
+    _says(
+        "Only 0 does something, without a prompt and with an admin key: it unloads the model. "
+        "Otherwise the server decides how long a model stays."
+    ),
+]
+
+
+# Requests
+
+
+class OllamaOptions(Struct, kw_only=True):
+    """`options`: how to sample, and settings that only Ollama's own runner has."""
+
+    num_predict: Annotated[int | None, _says("The longest answer, in tokens; 0, -1 and -2: no bound.", minimum=-2)] = (
+        None
+    )
+    temperature: Annotated[float | None, _says("0: always the most probable token.", minimum=0, maximum=100)] = None
+    top_k: Annotated[int | None, _says("0 or less: all of them.", maximum=MAX_TOKEN_ID)] = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    repeat_penalty: Annotated[
+        float | None, _says("Above 1: divides the logit of tokens that prompt or answer have.")
+    ] = None
+    repeat_last_n: Annotated[
+        int | None, _says("0: no penalties. Any other value: they look at the whole context.", minimum=-1)
+    ] = None
+    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    seed: Annotated[int | None, _says("The same seed draws the same answer; -1: any.")] = None
+    stop: str | Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_STOPS})] | None = None
+    num_ctx: Annotated[int | None, _says("A model has the context it is served with, and no other.")] = None
+
+    mirostat: Annotated[Any, refused("mirostat")] = None
+    typical_p: Annotated[Any, refused("typical_p")] = None
+    tfs_z: Annotated[Any, refused("tfs_z")] = None
+
+    num_gpu: Annotated[Any, ignored("num_gpu")] = None
+    main_gpu: Annotated[Any, ignored("main_gpu")] = None
+    num_thread: Annotated[Any, ignored("num_thread")] = None
+    num_batch: Annotated[Any, ignored("num_batch")] = None
+    num_keep: Annotated[Any, ignored("num_keep")] = None
+    numa: Annotated[Any, ignored("numa")] = None
+    low_vram: Annotated[Any, ignored("low_vram")] = None
+    f16_kv: Annotated[Any, ignored("f16_kv")] = None
+    logits_all: Annotated[Any, ignored("logits_all")] = None
+    vocab_only: Annotated[Any, ignored("vocab_only")] = None
+    embedding_only: Annotated[Any, ignored("embedding_only")] = None
+    use_mmap: Annotated[Any, ignored("use_mmap")] = None
+    use_mlock: Annotated[Any, ignored("use_mlock")] = None
+    draft_num_predict: Annotated[Any, ignored("draft_num_predict")] = None
+    mirostat_tau: Annotated[Any, ignored("mirostat_tau")] = None
+    mirostat_eta: Annotated[Any, ignored("mirostat_eta")] = None
+    penalize_newline: Annotated[Any, ignored("penalize_newline")] = None
+
+
+class OllamaCalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: Annotated[dict[str, Any] | None, _says("An object, not its text.")] = None
+    index: int | None = None
+
+
+class OllamaToolCall(Struct, kw_only=True):
+    function: OllamaCalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaMessage(Struct, kw_only=True):
+    role: Annotated[
+        str, _says("An assistant's last message is continued.", enum=["system", "user", "assistant", "tool"])
+    ]
+    content: str | None = None
+    thinking: Annotated[str | None, _says("What an assistant thought before it answered.")] = None
+    tool_calls: Annotated[list[OllamaToolCall] | None, _says("What an assistant called.")] = None
+    tool_name: Annotated[str | None, _says("In a tool's message: the function it answers.")] = None
+    tool_call_id: Annotated[str | None, _says("In a tool's message: the call it answers.")] = None
+    images: Annotated[Any, refused("images")] = None
+
+
+class OllamaFunction(Struct, kw_only=True):
+    name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9_-]{1,64}$"})]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
+
+
+class OllamaTool(Struct, kw_only=True):
+    function: OllamaFunction
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
+
+
+class OllamaBody(Struct, kw_only=True):
+    """What both ways to ask have in common."""
+
+    model: Annotated[str, _says("As /api/tags lists it; the tag `latest` may be left out or added.")]
+    stream: Annotated[bool | None, _says("A line of JSON for each part of the answer: unless it is false.")] = None
+    format: Annotated[str, Meta(extra_json_schema={"enum": ["", "json"]})] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+    think: Annotated[bool | str | None, _says(f"Whether to think first, or how much: {', '.join(THINK_LEVELS)}.")] = (
+        None
+    )
+    truncate: Annotated[bool | None, _says("A prompt that is too long is refused, whatever this says.")] = None
+    shift: Annotated[bool | None, _says("An answer ends where the context is full, whatever this says.")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
+    # Ours
+    cache: bool | None = None
+    cache_salt: str | None = None
+    priority: str | int | None = None
+
+
+class OllamaChatRequest(OllamaBody, kw_only=True):
+    """A conversation to answer. Without messages the model is only loaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(extra_json_schema={"maxItems": MAX_MESSAGES})] | None = None
+    tools: Annotated[list[OllamaTool], Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
+
+
+class OllamaGenerateRequest(OllamaBody, kw_only=True):
+    """A question to answer. Without a prompt the model is only loaded."""
+
+    prompt: Annotated[str | None, _says("A user's message; with raw, the whole prompt.")] = None
+    system: str | None = None
+    raw: Annotated[bool | None, _says("Continue the prompt as it stands, without the model's template.")] = None
+    context: Annotated[
+        list[int] | None, _says("What an earlier answer gave as `context`: the conversation so far, as token ids.")
+    ] = None
+    suffix: Annotated[Any, refused("suffix")] = None
+    template: Annotated[Any, refused("template")] = None
+    images: Annotated[Any, refused("images")] = None
+
+
+class ShowRequest(Struct, kw_only=True):
+    model: str | None = None
+    name: Annotated[str | None, _says("The older form of model.")] = None
+    verbose: Annotated[bool | None, _says("Accepted, without effect.")] = None
+
+
+class PullRequest(Struct, kw_only=True):
+    model: Annotated[str | None, _says("A name that quire knows, or org/name of the hub.")] = None
+    name: Annotated[str | None, _says("The older form of model.")] = None
+    stream: bool | None = None
+    insecure: Annotated[bool | None, _says("Accepted, without effect.")] = None
+
+
+# Answers
+
+DoneReason = Literal["stop", "length", "load", "unload"]
+
+
+class OllamaAlternative(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OllamaLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[OllamaAlternative] | UnsetType = UNSET
+
+
+class AnswerFunction(Struct):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaAnswerCall(Struct):
+    id: str
+    function: AnswerFunction
+
+
+class OllamaAnswerMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnswerCall] | UnsetType = UNSET
+
+
+class OllamaAnswer(Struct, kw_only=True):
+    """The whole answer, and with `stream` each part of it. The last one has the figures; durations in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: DoneReason | UnsetType = UNSET
+    logprobs: list[OllamaLogprob] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: Annotated[int, _says("Waiting for the model to be loaded.")] | UnsetType = UNSET
+    prompt_eval_count: Annotated[int, _says("Tokens of the prompt, cached ones included.")] | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    cache: CacheView | UnsetType = UNSET  # ours
+
+
+class OllamaChatAnswer(OllamaAnswer, kw_only=True):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+    context: Annotated[list[int], _says("Prompt and answer as token ids; not with raw.")] | UnsetType = UNSET
+
+
+class ModelDetails(Struct, kw_only=True):
+    format: str  # gguf or safetensors; "": the files cannot be read
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+    parent_model: str = ""
+
+
+class ListedModel(Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: Annotated[int, _says("Bytes of its files.")]
+    digest: Annotated[str, _says("Changes with name, size and time of the files; it is not of their content.")]
+    details: ModelDetails
+    capabilities: list[str]
+
+
+class ListedModels(Struct, kw_only=True):
+    models: list[ListedModel]
+
+
+class LoadedModel(Struct, kw_only=True):
+    name: str
+    model: str
+    size: Annotated[int, _says("Weights and KV cache in memory, in bytes.")]
+    size_vram: Annotated[int, _says("The same on a GPU, else 0.")]
+    digest: str
+    details: ModelDetails
+    expires_at: Annotated[str, _says("When --idle-unload would unload it; the year 9999: never.")]
+    context_length: int
+
+
+class LoadedModels(Struct, kw_only=True):
+    models: list[LoadedModel]
+
+
+class ShownModel(Struct, kw_only=True):
+    parameters: Annotated[str, _says("The defaults of its makers, a line each.")]
+    template: Annotated[str, _says("Jinja, not Go: it is the model's own.")]
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+    modelfile: str = ""
+    license: str = ""
+
+
+class OllamaVersion(Struct, kw_only=True):
+    version: Annotated[str, _says("Of the Ollama whose API is spoken here: clients compare it.")]
+    quire: str
+
+
+class PullProgress(Struct, kw_only=True):
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+    note: Annotated[str, _says("With success: what is left to be done before the model is served.")] | UnsetType = UNSET

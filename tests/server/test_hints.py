@@ -1,0 +1,112 @@
+"""A path that leads nowhere names the one that was meant, in the words of the protocol that was spoken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.server.app import ENDPOINTS
+from quire.server.hints import BASES, UNSERVED, advice, find_meant, why_unserved
+from tests.server.rig import FAKE, Server, serving
+
+MEANT = {
+    "/chat/completions": "/v1/chat/completions",
+    "/v1/v1/chat/completions": "/v1/chat/completions",
+    "/v1/chat/completions/": "/v1/chat/completions",
+    "//v1//chat/completions": "/v1/chat/completions",
+    "/V1/Chat/Completions": "/v1/chat/completions",
+    "/api/v1/chat/completions": "/v1/chat/completions",
+    "/api/chat/completions": "/v1/chat/completions",
+    "/openai/v1/chat/completions": "/v1/chat/completions",
+    "/v1/chat/completion": "/v1/chat/completions",
+    "/v1/chat": "/v1/chat/completions",
+    "/chat": "/api/chat",
+    "/v1/api/chat": "/api/chat",
+    "/api/api/tags": "/api/tags",
+    "/api/chat/": "/api/chat",
+    "/api/chats": "/api/chat",
+    "/messages": "/v1/messages",
+    "/v1/v1/messages": "/v1/messages",
+    "/anthropic/v1/messages": "/v1/messages",
+    "/messages/count_tokens": "/v1/messages/count_tokens",
+    "/completions": "/v1/completions",
+    "/completion": "/v1/completions",
+    "/responses": "/v1/responses",
+    "/models": "/v1/models",
+    "/v1/model": "/v1/models",
+    "/models/some/name": "/v1/models/{model:path}",
+    "/v1/tokenize": "/tokenize",
+    "/v1/health": "/health",
+    "/health/": "/health",
+}
+
+
+@pytest.mark.parametrize("path", MEANT)
+def test_a_path_that_was_nearly_right(path: str) -> None:
+    found = find_meant(path, ENDPOINTS)
+    assert found is not None
+    assert found.path == MEANT[path]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/", "/api", "/nothing", "/v1/cache", "/wp-login.php", "/" + "a" * 10_000]
+)
+def test_what_nobody_meant(path: str) -> None:
+    assert find_meant(path, ENDPOINTS) is None
+    assert advice(path, None) == "/docs lists what there is"
+
+
+def test_a_wrong_base_url_is_explained_and_a_slip_is_not() -> None:
+    chat = next(one for one in ENDPOINTS if one.path == "/v1/chat/completions")
+    assert advice("/chat/completions", chat) == f"did you mean POST /v1/chat/completions? {BASES['openai']}"
+    assert advice("/v1/chat/completions/", chat) == "did you mean POST /v1/chat/completions?"
+    assert {row.tag for row in ENDPOINTS} > set(BASES)
+
+
+def test_what_others_have_is_not_what_we_have() -> None:
+    for path in (
+        "/v1/embeddings",
+        "/embeddings",
+        "/api/embed",
+        "/v1/audio/speech",
+        "/v1/messages/batches/x",
+        "/api/blobs/a",
+    ):
+        assert why_unserved(path) is not None
+    cores = {row.path.removeprefix("/v1/").removeprefix("/api/") for row in ENDPOINTS}
+    assert not cores & set(UNSERVED)  # to build one is to remove its row
+    assert not any(why_unserved(row.path) for row in ENDPOINTS)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE) as found:
+        yield found
+
+
+def test_each_protocol_is_told_in_its_own_words(server: Server) -> None:
+    openai = server.post("/chat/completions", {})
+    assert openai.status == 404
+    assert openai.json["error"]["code"] == "unknown_url"
+    assert "did you mean POST /v1/chat/completions?" in openai.json["error"]["message"]
+    for anthropic in (server.post("/messages", {}), server.post("/nothing", {}, headers={"anthropic-version": "1"})):
+        assert (anthropic.status, anthropic.json["error"]["type"]) == (404, "not_found_error")
+    ollama = server.post("/api/embed", {"model": "tiny", "input": "Hi"})
+    assert ollama.status == 404
+    assert "no embeddings" in ollama.json["error"]
+    assert "/docs" in server.get("/api/nothing").json["error"]
+
+
+def test_another_method_is_named(server: Server) -> None:
+    answer = server.get("/v1/chat/completions")
+    assert answer.status == 405
+    assert answer.json["error"]["message"] == "GET is not allowed here: use POST"
+    assert server.get("/api/chat").json == {"error": "GET is not allowed here: use POST"}
+
+
+def test_clients_that_only_look_whether_somebody_is_there(server: Server) -> None:
+    assert server.ask("HEAD", "/").status == 200
+    assert server.ask("HEAD", "/api/version").status == 200
+    assert server.ask("HEAD", "/api/tags").status == 200

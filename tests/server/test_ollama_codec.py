@@ -1,0 +1,656 @@
+"""Bodies of /api/chat and /api/generate to an Ask, Deltas to lines, errors to bytes; and a fake model's server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from quire.core.request import FinishReason, Priority
+from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
+from quire.engine.params import GenerationParams
+from quire.errors import DownloadFailed, InvalidRequest
+from quire.server.ask import Ask
+from quire.server.errors import ApiError, Kind
+from quire.server.models import Models
+from quire.server.ollama import pull
+from quire.server.ollama.catalog import API_VERSION, NEVER
+from quire.server.ollama.errors import OLLAMA
+from quire.server.ollama.generation import Reply, chat_answer, generate_answer
+from quire.server.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
+from quire.server.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
+from quire.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from quire.server.work import Work
+from quire.text.answers import AnswerParser, PlainAnswer
+from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.grammar import json_object_grammar, json_schema_grammar
+from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
+from quire.text.tool_formats import CallParser, find_tool_format
+from quire.text.tools import Tool, ToolCall
+from tests.server.rig import FAKE, Server, serving
+from tests.waiting import eventually
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Look.", "parameters": WEATHER}}
+
+
+def chat_ask(**body: Any) -> Ask:
+    data = json.dumps({"model": "m", "messages": HELLO} | body)
+    return parse_chat(msgspec.json.decode(data, type=OllamaChatRequest))
+
+
+def generate_ask(**body: Any) -> Ask:
+    data = json.dumps({"model": "m", "prompt": "Hello"} | body)
+    return parse_generate(msgspec.json.decode(data, type=OllamaGenerateRequest))
+
+
+def chat_of(ask: Ask) -> ChatRequest:
+    (prompt,) = ask.prompts
+    assert isinstance(prompt, ChatRequest)
+    return prompt
+
+
+# In
+
+
+def test_every_field_of_a_chat_arrives() -> None:
+    options = {
+        "num_predict": 7, "temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.2,
+        "repeat_last_n": -1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 3, "stop": ["END"],
+    }  # fmt: skip
+    ask = chat_ask(
+        stream=False, format="json", options=options, tools=[TOOL], think="high", logprobs=True, top_logprobs=2,
+        priority="low", cache_salt="team-a", cache=True,
+    )  # fmt: skip
+    assert ask == Ask(
+        model="m",
+        prompts=(
+            ChatRequest(
+                (Message(Role.USER, (Part("Hello"),)),),
+                tools=(Tool("weather", "Look.", WEATHER, is_strict=False),),
+                wants_thought=True,
+                reasoning_effort="high",
+            ),
+        ),
+        params=GenerationParams(
+            temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.5,
+            frequency_penalty=-0.5, seed=3, max_tokens=7, stop=["END"], logprobs=2, grammar=json_object_grammar(),
+        ),
+        priority=Priority.LOW,
+        cache_salt="team-a",
+        wants_cache=True,
+    )  # fmt: skip
+
+
+def test_answers_stream_unless_they_are_not_to() -> None:
+    assert chat_ask().is_streaming
+    assert chat_ask(stream=None).is_streaming
+    assert not chat_ask(stream=False).is_streaming
+
+
+@pytest.mark.parametrize(("kind", "ask"), [(OllamaChatRequest, chat_ask), (OllamaGenerateRequest, generate_ask)])
+def test_null_is_the_same_as_left_out(kind: type[msgspec.Struct], ask: Callable[..., Ask]) -> None:
+    optional = [name for name in kind.__struct_fields__ if name not in ("model", "messages", "prompt")]
+    assert len(optional) > 10
+    assert ask(**dict.fromkeys(optional)) == ask()
+    assert ask(options=dict.fromkeys(OllamaOptions.__struct_fields__)) == ask()
+
+
+def test_a_prompt_is_a_conversation_unless_it_is_raw() -> None:
+    chat = chat_of(generate_ask(system="Be brief.", think=False))
+    assert chat == ChatRequest(
+        [Message(Role.SYSTEM, (Part("Be brief."),)), Message(Role.USER, (Part("Hello"),))], wants_thought=False
+    )
+    assert generate_ask(raw=True).prompts == ("Hello",)
+    for other in ({"system": "S"}, {"context": [1]}):
+        with pytest.raises(InvalidRequest, match=f"raw and {next(iter(other))} exclude"):
+            generate_ask(raw=True, **other)
+
+
+def test_an_assistant_at_the_end_is_continued() -> None:
+    assert chat_of(chat_ask()).add_generation_prompt
+    chat = chat_of(chat_ask(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}]))
+    assert (chat.continue_last, chat.add_generation_prompt) == (True, False)
+    call = {"function": {"name": "weather", "arguments": {}}}
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls is the last"):
+        chat_ask(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+
+
+def called(name: str, **more: Any) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": {"city": "Wien"}}, **more}
+
+
+def test_results_find_their_calls_without_ids() -> None:
+    """Ollama's own Python client sends none back."""
+    messages = [
+        *HELLO,
+        {"role": "Assistant", "content": "", "thinking": "Hm.", "tool_calls": [called("weather"), called("time")]},
+        {"role": "tool", "content": "noon", "tool_name": "time"},
+        {"role": "tool", "content": "21", "tool_name": "weather"},
+        {"role": "assistant", "tool_calls": [called("weather", id="mine"), called("weather")]},
+        {"role": "tool", "content": "second", "tool_call_id": "call_3"},
+        {"role": "tool", "content": "first"},
+        {"role": "tool", "content": "nobody asked", "tool_name": "other"},
+    ]
+    found = chat_of(chat_ask(messages=messages)).messages
+    assert found[1].thought == "Hm."
+    assert found[1].tool_calls == (
+        ToolCall("call_0", "weather", '{"city":"Wien"}'),
+        ToolCall("call_1", "time", '{"city":"Wien"}'),
+    )
+    assert [call.call_id for call in found[4].tool_calls] == ["mine", "call_3"]
+    answers = [(one.text, one.name, one.tool_call_id) for one in found if one.role is Role.TOOL]
+    assert answers == [
+        ("noon", "time", "call_1"),
+        ("21", "weather", "call_0"),
+        ("second", None, "call_3"),
+        ("first", None, "mine"),
+        ("nobody asked", "other", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"num_predict": -1}, GenerationParams()),
+        ({"num_predict": -2}, GenerationParams()),
+        ({"num_predict": 0}, GenerationParams()),
+        ({"seed": -1}, GenerationParams()),
+        ({"top_k": -1}, GenerationParams(top_k=0)),
+        ({"stop": "END"}, GenerationParams(stop="END")),
+        ({"repeat_penalty": 1.3, "presence_penalty": 1, "repeat_last_n": 0}, GenerationParams(repetition_penalty=1.0)),
+        ({"mirostat": 0, "typical_p": 1.0, "tfs_z": 1}, GenerationParams()),
+    ],
+)
+def test_options_in_our_terms(options: dict[str, Any], params: GenerationParams) -> None:
+    ask = chat_ask(options=options)
+    assert (ask.params, ask.ignored) == (params, ())
+
+
+def test_what_has_no_effect_is_named() -> None:
+    everything = dict.fromkeys(IGNORED_OPTIONS, 1)
+    assert chat_ask(options=everything).ignored == tuple(f"options.{name}" for name in IGNORED_OPTIONS)
+    assert chat_ask(options={"repeat_last_n": 64}).ignored == ()  # there is no penalty that it could bound
+    assert chat_ask(options={"repeat_last_n": 64, "repeat_penalty": 1.1}).ignored == ("options.repeat_last_n",)
+    assert chat_ask(keep_alive="5m", truncate=True, shift=True, top_logprobs=3).ignored == (
+        *("keep_alive", "truncate", "shift", "top_logprobs"),
+    )
+    assert chat_ask(truncate=False, shift=False).ignored == ()  # it is so in any case
+
+
+@pytest.mark.parametrize("value", [{}, {"type": "object", "properties": {"a": {"type": "integer"}}}])
+def test_a_schema_is_held(value: dict[str, Any]) -> None:
+    assert chat_ask(format=value).params.grammar == json_schema_grammar(value, strict=False)
+    assert chat_ask(format="").params.grammar is None
+
+
+IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": IMAGES}, r"messages\[0\].images is not supported: images cannot be read here"),
+        (
+            {"messages": [{"role": "judge", "content": "Hi"}]},
+            r"\[0\].role = 'judge' is not one of system, user",
+        ),
+        ({"messages": [{"role": "user", "tool_calls": [called("a")]}]}, r"messages\[0\].tool_calls is only for"),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [called("a b")]}]}, r"\[0\].function.name = 'a b'"),
+        ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: there is no such sampler"),
+        ({"options": {"typical_p": 0.5}}, r"options.typical_p = 0.5 is not supported"),
+        ({"options": {"temperature": -1}}, r"options.temperature = -1.0"),
+        ({"options": {"repeat_penalty": 0}}, r"options.repeat_penalty = 0.0"),
+        ({"options": {"num_predict": -3}}, r"options.num_predict = -3 is neither"),
+        ({"options": {"repeat_last_n": -2}}, r"options.repeat_last_n = -2"),
+        ({"options": {"stop": [""]}}, r"options.stop\[0\]"),
+        ({"format": "xml"}, "format = 'xml' is neither json nor a JSON schema"),
+        ({"think": "deeply"}, "think = 'deeply' is not true, false or one of low, medium, high, max"),
+        ({"keep_alive": "soon"}, "keep_alive = 'soon' is neither seconds nor a duration"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs = 21"),
+        ({"tools": [{**TOOL, "type": "web_search"}]}, r"tools\[0\].type = 'web_search' is not supported"),
+        ({"priority": "urgent"}, "priority = 'urgent'"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:40],
+)
+def test_what_is_refused_names_the_field(body: dict[str, Any], words: str) -> None:
+    with pytest.raises((InvalidRequest, ApiError), match=words):
+        chat_ask(**body)
+
+
+@pytest.mark.parametrize("name", ["suffix", "template", "images"])
+def test_what_generate_refuses(name: str) -> None:
+    with pytest.raises(ApiError, match=f"{name} is not supported: {UNSUPPORTED[name].why}"):
+        generate_ask(**{name: ["aGk="] if name == "images" else "x"})
+    generate_ask(**{name: [] if name == "images" else ""})
+    with pytest.raises(InvalidRequest, match="context"):
+        generate_ask(context=[-1])
+
+
+def test_tables_name_fields_that_exist() -> None:
+    assert set(OllamaOptions.__struct_fields__) >= set(IGNORED_OPTIONS)
+    ours = {field.name for field in GenerationParams.__dataclass_fields__.values()}
+    assert set(NAMES) <= ours
+    every = {*OllamaGenerateRequest.__struct_fields__, *OllamaOptions.__struct_fields__}
+    assert set(UNSUPPORTED) <= every
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        *((None, None), (0, 0.0), (300, 300.0), (-1, math.inf), (2.5, 2.5), ("0", 0.0), ("0s", 0.0), ("5m", 300.0)),
+        *(("1h30m", 5400.0), ("500ms", 0.5), ("-1", math.inf), ("-1m", math.inf), ("60", 60.0)),
+    ],
+)
+def test_keep_alive(given: str | float | None, seconds: float | None) -> None:
+    assert keep_alive_s(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "m", "5x", "1h 30m", "five", "--1", "9" * 100, "1" * 40 + "s", "٣m"])
+def test_a_keep_alive_that_is_none(given: str) -> None:
+    with pytest.raises(InvalidRequest, match="keep_alive = "):
+        keep_alive_s(given)
+
+
+def test_a_model_is_found_with_the_default_tag_and_without() -> None:
+    names = {"small": 1, "org/name:Q4": 2, "odd:latest": 3}
+    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get))
+    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3}
+    assert {name: cast(Any, find_model(models, name)) for name in expected} == expected
+    for name in ("large", "small:8b", "", ":latest"):
+        with pytest.raises(ApiError, match=f"^model '{name}' not found; this server has small, ") as info:
+            find_model(models, name)
+        assert OLLAMA.status(info.value) == 404
+
+
+# Out
+
+
+@dataclass
+class FakeWork:
+    """What a codec reads of a Work."""
+
+    ask: Ask
+    steps: Sequence[Sequence[Delta]] = ()
+    error: Exception | None = None
+    cache: None = None
+    load_s: float = 0.5
+    prefill_s: float | None = 0.25
+    decode_s: float | None = 2.0
+    num_done: int = field(default=0, init=False)
+
+    @property
+    def caller(self) -> Any:
+        return SimpleNamespace(arrived_s=0.0)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(100, self.num_done, 0)
+
+    @property
+    def requests(self) -> Any:
+        return [SimpleNamespace(prompt=(5, 6))]
+
+    @property
+    def generations(self) -> Any:
+        one = SimpleNamespace(token_ids=(7,) * self.num_done)
+        answers = SimpleNamespace(output=lambda: SimpleNamespace(completions=[one]))
+        return [SimpleNamespace(answers=answers)]
+
+    def new_parser(self) -> AnswerParser:
+        parser: AnswerParser = PlainAnswer()
+        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+            parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
+        return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        for step in self.steps:
+            self.num_done += sum(len(delta.token_ids) for delta in step)
+            yield [(0, delta) for delta in step]
+        if self.error is not None:
+            raise self.error
+
+
+def delta(words: str, *, finish: FinishReason | None = None, logprobs: tuple[TokenLogprob, ...] = ()) -> Delta:
+    return Delta(0, words, (1,), logprobs, finish, None)
+
+
+def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP) -> list[list[Delta]]:
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    return [[delta(piece)] for piece in pieces[:-1]] + [[delta(pieces[-1], finish=finish)]]
+
+
+def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
+    async def read() -> bytes:
+        return b"".join([line async for line in Reply(cast(Work, work), "m:latest", make, **more).lines()])
+
+    data = asyncio.run(read())
+    assert data.endswith(b"\n")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_stream_of_a_chat() -> None:
+    first, second, last = lines_of(FakeWork(chat_ask(), steps_of("Hello", 3)))
+    assert [first["message"], second["message"]] == [{"role": "assistant", "content": text} for text in ("Hel", "lo")]
+    assert [part["done"] for part in (first, second, last)] == [False, False, True]
+    assert "done_reason" not in first
+    assert last["message"] == {"role": "assistant", "content": ""}
+    assert (last["model"], last["done_reason"]) == ("m:latest", "stop")
+    assert (last["prompt_eval_count"], last["eval_count"]) == (100, 2)
+    seconds = [last[f"{name}_duration"] / 1e9 for name in ("load", "prompt_eval", "eval")]
+    assert seconds == [0.5, 0.25, 2.0]
+    assert last["total_duration"] > 1
+    assert last["created_at"].endswith("Z")
+
+
+def test_a_stream_of_a_generation_ends_with_its_context() -> None:
+    *parts, last = lines_of(FakeWork(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
+    assert "".join(part["response"] for part in parts) == "Yes"
+    assert "".join(part.get("thinking", "") for part in parts) == "Hm."
+    assert "context" not in last
+    *_, last = lines_of(FakeWork(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
+    assert last["context"] == [5, 6, 7]
+
+
+def test_one_token_has_no_time_between_its_tokens() -> None:
+    """Clients divide by it."""
+    *_, last = lines_of(FakeWork(chat_ask(), steps_of("Yes"), prefill_s=None, decode_s=0.0))
+    assert (last["eval_duration"], last["prompt_eval_duration"]) == (1, 1)
+
+
+CALLS = (
+    'Look: <tool_call>\n{"name": "weather", "arguments": {"city": "Wien"}}\n</tool_call>'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Graz", "n": 1}}\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30, 1000])
+def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
+    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(CALLS, size)))
+    calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
+    assert [call["function"] for call in calls] == [
+        {"index": 0, "name": "weather", "arguments": {"city": "Wien"}},
+        {"index": 1, "name": "weather", "arguments": {"city": "Graz", "n": 1}},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert "".join(part["message"]["content"] for part in parts).strip() == "Look:"
+    assert last["done_reason"] == "stop"
+    assert "tool_calls" not in last["message"]
+
+
+def whole(text: str, finish: FinishReason = FinishReason.STOP, **body: Any) -> Any:
+    work = FakeWork(chat_ask(stream=False, **body))
+    one = Completion(0, text, (1, 2), finish)
+    return json.loads(msgspec.json.encode(Reply(cast(Work, work), "m", chat_answer).whole(one)))
+
+
+def test_a_whole_answer() -> None:
+    answer = whole(f"<think>Which?</think>{CALLS}", tools=[TOOL])
+    assert answer["message"]["thinking"] == "Which?"
+    assert [call["function"]["arguments"]["city"] for call in answer["message"]["tool_calls"]] == ["Wien", "Graz"]
+    assert (answer["done"], answer["done_reason"]) == (True, "stop")
+
+
+def test_half_a_call_is_none() -> None:
+    """A client would run it without the rest of its arguments."""
+    cut = CALLS[:-40]
+    answer = whole(cut, FinishReason.LENGTH, tools=[TOOL])
+    assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == [{"city": "Wien"}]
+    assert answer["done_reason"] == "length"
+    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(cut, 5, FinishReason.LENGTH)))
+    assert sum(len(part["message"].get("tool_calls", ())) for part in parts) == 1
+    assert last["done_reason"] == "length"
+
+
+def test_logprobs_come_with_their_text() -> None:
+    top = TokenLogprob(4, "yes", b"yes", -math.inf, 1)
+    entry = TokenLogprob(3, "Yes", b"Yes", -0.5, 0, (top,))
+    steps = [[delta("Yes", finish=FinishReason.STOP, logprobs=(entry,))]]
+    part, last = lines_of(FakeWork(chat_ask(), steps))
+    (found,) = part["logprobs"]
+    assert (found["token"], found["logprob"], found["bytes"]) == ("Yes", -0.5, [89, 101, 115])
+    assert found["top_logprobs"] == [{"token": "yes", "logprob": -9999.0, "bytes": [121, 101, 115]}]
+    assert "logprobs" not in last
+
+
+# Errors
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_error_has_a_status(kind: Kind) -> None:
+    error = ApiError(kind, "it is so", param="field")
+    assert 400 <= OLLAMA.status(error) < 600
+    assert json.loads(OLLAMA.body(error, "req_1")) == {"error": "field: it is so"}
+    assert OLLAMA.event(error, "req_1") == OLLAMA.body(error, "req_1") + b"\n"
+
+
+def test_an_error_that_cannot_be_written_is_written() -> None:
+    assert json.loads(OLLAMA.body(ApiError(Kind.INVALID, "a \ud800 b"), "")) == {"error": "a ? b"}
+
+
+def test_a_keep_alive_is_no_line() -> None:
+    """Readers of lines take each for an object: an empty one would end the stream with an error."""
+    data = OLLAMA.keep_alive * 3 + b'{"done": true}\n'
+    assert [json.loads(line) for line in data.splitlines()] == [{"done": True}]
+
+
+# Over a socket, with a model that computes nothing
+
+USER, ADMIN = "sk-user-00000001", "sk-admin-0000001"
+AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
+CHAT = {"model": "tiny", "messages": HELLO, "options": {"num_predict": 4}}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    options = (*FAKE, "--api-key", USER, "--admin-api-key", ADMIN, "--idle-unload", "500")
+    with serving(str(tiny_model), *options, key=USER) as found:
+        yield found
+
+
+def test_a_stream_is_lines_of_json(server: Server) -> None:
+    answer = server.post("/api/chat", CHAT)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    parts = [json.loads(line) for line in answer.body.splitlines()]
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == ("length", 4)
+    whole = server.post("/api/chat", CHAT | {"stream": False})
+    assert whole.headers["content-type"] == "application/json"
+    assert whole.json["message"]["role"] == "assistant"
+
+
+def test_a_stream_that_fails_before_it_begins_has_a_status(server: Server) -> None:
+    long = [{"role": "user", "content": "word " * 9000}]
+    answer = server.post("/api/chat", CHAT | {"messages": long})
+    assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
+    assert "maximum context length" in answer.json["error"]
+
+
+def test_what_a_client_does_not_get_is_named(server: Server) -> None:
+    options = {"num_ctx": 1 << 20, "num_gpu": 1, "num_predict": 1, "frobnicate": 1}
+    body = CHAT | {"options": options, "think": True, "keep_alive": -1, "colour": "red"}
+    for stream in (True, False):
+        answer = server.post("/api/chat", body | {"stream": stream})
+        named = set(answer.headers["x-quire-ignored-fields"].split(", "))
+        assert named == {"options.num_ctx", "options.num_gpu", "options.frobnicate", "think", "keep_alive", "colour"}
+    fits = server.post("/api/chat", CHAT | {"options": {"num_ctx": 64, "num_predict": 1}, "think": False})
+    assert "x-quire-ignored-fields" not in fits.headers
+    raw = {"model": "tiny", "prompt": "Hi", "raw": True, "think": "low", "options": {"num_predict": 1}}
+    assert server.post("/api/generate", raw).headers["x-quire-ignored-fields"] == "think"
+
+
+def test_a_context_is_the_conversation_so_far(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "Hi", "stream": False, "options": {"num_predict": 3}}
+    first = server.post("/api/generate", body).json
+    assert len(first["context"]) == first["prompt_eval_count"] + first["eval_count"]
+    second = server.post("/api/generate", body | {"context": first["context"]}).json
+    assert second["prompt_eval_count"] == len(first["context"]) + first["prompt_eval_count"]
+    assert second["context"][: len(first["context"])] == first["context"]
+    assert "context" not in server.post("/api/generate", body | {"raw": True}).json
+    huge = server.post("/api/generate", body | {"context": [10**9]})
+    assert huge.status == 400
+
+
+def test_only_an_admin_unloads(server: Server) -> None:
+    empty = {"model": "tiny:latest", "keep_alive": 0}
+    refused = server.post("/api/generate", empty)
+    assert refused.status == 403
+    assert "keep_alive = 0 without a prompt unloads the model" in refused.json["error"]
+    gone = server.post("/api/generate", empty, headers=AS_ADMIN)
+    assert (gone.status, gone.json["done_reason"], gone.json["response"]) == (200, "unload", "")
+    assert server.get("/api/ps").json == {"models": []}
+    loaded = server.post("/api/chat", {"model": "tiny", "messages": [], "keep_alive": "5m"})
+    assert (loaded.json["done_reason"], loaded.json["message"]["content"]) == ("load", "")
+    assert loaded.headers["x-quire-ignored-fields"] == "keep_alive"
+    (model,) = server.get("/api/ps").json["models"]
+    assert model["name"] == "tiny"
+    assert model["expires_at"] < NEVER  # --idle-unload
+    assert server.post("/v1/models/pin", {"model": "tiny"}, headers=AS_ADMIN).status == 200
+    try:
+        assert "is pinned" in server.post("/api/generate", empty, headers=AS_ADMIN).json["error"]
+        assert server.get("/api/ps").json["models"][0]["expires_at"] == NEVER
+    finally:
+        server.post("/v1/models/unpin", {"model": "tiny"}, headers=AS_ADMIN)
+
+
+def test_the_catalog(server: Server) -> None:
+    (listed,) = server.get("/api/tags").json["models"]
+    assert (listed["name"], listed["model"], listed["details"]["format"]) == ("tiny", "tiny", "safetensors")
+    assert len(listed["digest"]) == 64
+    for body in ({"model": "tiny"}, {"name": "tiny:latest", "verbose": True}):
+        shown = server.post("/api/show", body).json
+        family = shown["details"]["family"]
+        assert shown["model_info"]["general.architecture"] == family
+        assert shown["model_info"][f"{family}.context_length"] > 0
+        assert shown["capabilities"][:2] == ["completion", "tools"]
+        assert "messages" in shown["template"]
+    assert server.post("/api/show", {}).json == {"error": "model is missing"}
+    assert server.post("/api/show", {"model": "x"}).status == 404
+    assert server.get("/api/version").json["version"] == API_VERSION
+
+
+def test_no_answer_names_a_path_of_this_machine(server: Server, tiny_model: Path) -> None:
+    answers = [server.get(path) for path in ("/api/tags", "/api/ps", "/props", "/slots")]
+    answers.append(server.post("/api/show", {"model": "tiny"}))
+    for answer in answers:
+        assert answer.status == 200
+        assert str(tiny_model.parent) not in answer.body.decode()
+
+
+def test_pull(server: Server) -> None:
+    assert server.post("/api/pull", {"model": "tiny"}).status == 403
+    here = server.post("/api/pull", {"model": "tiny:latest"}, headers=AS_ADMIN)
+    assert (here.headers["content-type"], here.body) == ("application/x-ndjson", b'{"status":"success"}\n')
+    assert server.post("/api/pull", {"name": "tiny", "stream": False}, headers=AS_ADMIN).json == {"status": "success"}
+    for name in ("nothing", "/etc/passwd", "../tiny", "a/b/c", "./tiny.gguf", "a/../b"):
+        answer = server.post("/api/pull", {"model": name}, headers=AS_ADMIN)
+        assert answer.status == 404, answer
+        assert "is neither a name that quire knows nor org/name of the hub" in answer.json["error"]
+
+
+def test_a_missing_key_is_told_in_ollamas_words(server: Server) -> None:
+    for path in ("/api/tags", "/api/nothing"):
+        answer = server.get(path, headers={"authorization": ""})
+        assert answer.status == 401
+        assert answer.json["error"].startswith("no API key was sent")
+    mixed = server.post("/api/chat", {"model": "x", "messages": HELLO}, headers={"anthropic-version": "2023-06-01"})
+    assert mixed.json["error"].startswith("model 'x' not found")  # the path decides
+
+
+# llama.cpp's
+
+
+def test_props(server: Server) -> None:
+    props = server.get("/props").json
+    assert props["total_slots"] > 0
+    assert props["default_generation_settings"]["n_ctx"] > 0
+    assert props["model_path"] == "tiny"
+    assert "messages" in props["chat_template"]
+    assert server.get("/props?model=x").status == 404
+
+
+def test_slots_show_numbers_and_only_ones_own(server: Server) -> None:
+    idle = server.get("/slots").json
+    assert len(idle) == server.get("/props").json["total_slots"]
+    assert not any(slot["is_processing"] for slot in idle)
+    body = {"messages": HELLO, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with server.begin(body):
+        mine = server.get("/slots").json[0]
+        assert mine["is_processing"]
+        assert mine["n_prompt_tokens"] > 0
+        seen = server.get("/slots", headers=AS_ADMIN).json[0]
+        assert seen["n_prompt_tokens"] == mine["n_prompt_tokens"]
+        assert not {"prompt", "params"} & set(seen)
+
+
+def test_apply_template_is_what_a_chat_would_read(server: Server) -> None:
+    body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 2}
+    prompt = server.post("/apply-template", body).json["prompt"]
+    assert "Hello" in prompt
+    assert "weather" in prompt
+    plain = server.post("/apply-template", {"messages": HELLO}).json["prompt"]
+    tokens = server.post("/tokenize", {"prompt": plain}).json["count"]
+    chat = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
+    assert chat.json["usage"]["prompt_tokens"] == tokens
+    bare = server.post("/apply-template", {"messages": HELLO, "add_generation_prompt": False}).json["prompt"]
+    assert plain.startswith(bare)
+    refused = server.post("/apply-template", {"messages": []})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "messages")
+
+
+# Pulling, without a network
+
+
+def pulled(
+    monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., object], name: str = "smollm2"
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr(pull, "pull", fetch)
+
+    async def read() -> bytes:
+        assert pull._is_pulling.acquire(blocking=False)
+        return b"".join([line async for line in pull.Pulling(name).lines()])
+
+    data = asyncio.run(read())
+    assert eventually(lambda: not pull._is_pulling.locked(), "the next one may begin")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_pull_tells_how_far_it_is_and_what_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, progress: Callable[[str, int, int], None]) -> None:
+        assert name == "smollm2"
+        for done in range(1001):  # more often than anyone wants to read
+            progress("downloading", done, 1000)
+
+    first, *parts, last = pulled(monkeypatch, fetch)
+    assert first == {"status": "pulling manifest"}
+    assert [part["completed"] for part in parts] == [*range(0, 1001, 10)]
+    assert {(part["status"], part["total"]) for part in parts} == {("downloading smollm2", 1000)}
+    assert all(part["digest"].startswith("sha256:") for part in parts)
+    assert last["status"] == "success"
+    assert "quire serve smollm2" in last["note"]
+
+
+def test_a_pull_of_the_hub_draws_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    pulled(monkeypatch, lambda *given: asked.append(given), "org/name")
+    assert asked == [("org/name", None)]
+
+
+@pytest.mark.parametrize("error", [DownloadFailed("the line is cut"), OSError("the disk is full")])
+def test_a_pull_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fetch(*_given: object) -> None:
+        raise error
+
+    _, last = pulled(monkeypatch, fetch)
+    assert set(last) == {"error"}
+    assert str(error) in last["error"]
