@@ -87,7 +87,7 @@ CLIENTS = (
         "guidance",
         ("guidance==0.3.1", "openai==2.54.0"),
         "by_guidance.py",
-        ("chat", "stream", "schema", "error"),
+        ("chat", "schema", "grammar", "error"),
     ),
     Client("guidellm", "guidellm", ("guidellm==0.8.1", TORCH), "by_guidellm.py", ("chat", "text")),
 )
