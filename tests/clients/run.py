@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clients"
 SCRIPTS = Path(__file__).parent / "scripts"
 INSTALL_S = 1800.0
-RUN_S = 1800.0
+RUN_S = 3 * 3600.0
 _LEADING = ("PYTHONPATH", "VIRTUAL_ENV", "OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_", "LITELLM_", "LLM_", "OLLAMA_")
 
 

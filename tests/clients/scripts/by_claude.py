@@ -13,7 +13,7 @@ import checks
 import forcing
 
 CLAUDE = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "claude"
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
 _KEPT = tempfile.TemporaryDirectory(prefix="claude-")  # until this ends
 FOLDER = Path(_KEPT.name)
 # The answer is bounded by a schema: a small model may not find an end, and a cut answer is asked for again.

@@ -12,7 +12,7 @@ import checks
 import forcing
 
 CODEX = Path(os.environ["QUIRE_ENVIRONMENT"]) / "node_modules" / ".bin" / "codex"
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600  # a first prompt of 8,000 to 12,000 tokens takes minutes on a CPU, more on a busy one
 _KEPT = tempfile.TemporaryDirectory(prefix="codex-")  # until this ends
 FOLDER = Path(_KEPT.name)
 WORD = "heron-1729"  # what the tool finds, and nobody else knows
@@ -24,6 +24,7 @@ model_provider = "quire"
 name = "quire"
 base_url = "{url}/v1"
 wire_api = "responses"
+stream_idle_timeout_ms = {timeout_ms}
 """
 # The answer is bounded by a schema: a small model may not find an end.
 SHORT = {
@@ -37,7 +38,7 @@ SHORT = {
 def codex(url: str, prompt: str, *options: str, model: str = checks.MODEL) -> subprocess.CompletedProcess[str]:
     home = FOLDER / ".codex"
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(CONFIG.format(url=url, model=model))
+    (home / "config.toml").write_text(CONFIG.format(url=url, model=model, timeout_ms=TIMEOUT_S * 1000))
     return subprocess.run(
         [str(CODEX), "exec", "--skip-git-repo-check", *options, prompt],
         cwd=FOLDER,

@@ -68,7 +68,7 @@ def stream() -> object:
 
 def tool() -> object:
     """The adapter's own calls are text; here the protocol's are asked for, and one is required."""
-    extra = {"tool_choice": "required", "parallel_tool_calls": False}
+    extra: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     adapter = dspy.ChatAdapter(use_native_function_calling=True)
     with dspy.context(lm=model(**extra), adapter=adapter):
         found = dspy.Predict(Forecast)(question=checks.WEATHER, tools=[dspy.Tool(get_weather)])

@@ -42,8 +42,7 @@ def ask(one: Any, content: str, **more: Any) -> Any:
     return asyncio.run(answer())
 
 
-@tool(name="get_weather")
-def weather() -> Any:
+def get_weather() -> Any:
     async def execute(city: str) -> str:
         """The weather of a city.
 
@@ -53,6 +52,9 @@ def weather() -> Any:
         return f"sunny in {city}"
 
     return execute
+
+
+WEATHER = tool(get_weather)
 
 
 def chat() -> object:
@@ -71,9 +73,9 @@ def tool_turn() -> object:
     one = model()
     choice = ToolFunction("get_weather")
     config = GenerateConfig(**CONFIG, parallel_tool_calls=False)
-    (call,) = ask(one, checks.WEATHER, tools=[weather()], tool_choice=choice, config=config).message.tool_calls
+    (call,) = ask(one, checks.WEATHER, tools=[WEATHER()], tool_choice=choice, config=config).message.tool_calls
     checks.expect(call.function == "get_weather", call)
-    task = Task(dataset=[Sample(input=checks.WEATHER, target="")], solver=[use_tools(weather()), generate()])
+    task = Task(dataset=[Sample(input=checks.WEATHER, target="")], solver=[use_tools(WEATHER()), generate()])
     with tempfile.TemporaryDirectory(prefix="inspect-") as folder:
         (log,) = eval(task, model=one, log_dir=folder, display="none", message_limit=6)
     checks.expect(log.status == "success", log.error)

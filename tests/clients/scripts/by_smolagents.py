@@ -9,7 +9,7 @@ import openai
 from smolagents import ChatMessage, MessageRole, OpenAIModel, Tool, ToolCallingAgent
 
 
-class GetWeather(Tool):
+class GetWeather(Tool):  # type: ignore[misc]
     name = "get_weather"
     description = "The weather of a city."
     inputs = {"city": {"type": "string", "description": "Its name."}}  # noqa: RUF012 - as its base class wants it

@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-TIMEOUT_S = 1200.0
+TIMEOUT_S = 3600.0
 
 
 class Passed(NamedTuple):
