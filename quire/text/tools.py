@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import json_schema_grammar
+from quire.text.grammar import check_schema
 from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128
@@ -24,7 +24,8 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of the arguments; empty: none
-    is_strict: bool = True  # the arguments must follow the schema
+    is_strict: bool = True  # every keyword of the schema must be enforced, or the tool is refused
+    is_free: bool = False  # the arguments are any JSON object: the schema could not be compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(f"tools[{i}].parameters.type = {kind!r:.80} is not object")
         check_text(tool.description, name=f"tools[{i}].description")
         try:
-            json_schema_grammar(tool.parameters)
+            check_schema(tool.parameters)
         except InvalidRequest as error:
             raise InvalidRequest(f"tools[{i}].parameters: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 

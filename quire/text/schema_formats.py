@@ -1,0 +1,40 @@
+"""Formats of strings and numbers that can be held, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The compiler knows these itself.
+NATIVE_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+
+_LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_DAY})"
+)
+# Leap seconds are the last of a day, and are written in UTC.
+_OFFSET = r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = (
+    rf"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{_OFFSET}"
+    r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
+)
+_POINTER = r"(?:/(?:[^~/]|~[01])*)*"
+
+# As patterns: the compiler's own date has a 29th of February in every year.
+FORMATS: Mapping[str, str] = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
+}
+
+# Of integers, as OpenAPI has them. int64 has bounds beyond what the compiler takes.
+NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {
+    "int8": (-(2**7), 2**7 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "uint8": (0, 2**8 - 1),
+    "uint16": (0, 2**16 - 1),
+    "uint32": (0, 2**32 - 1),
+}
