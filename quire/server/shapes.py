@@ -1,42 +1,103 @@
-"""Errors of grammars in the words of whoever asked: which field of a body made the grammar. Knows no protocol."""
+"""Schemas of a request in the words of whoever asked: what is not enforced, and which field made a grammar fail.
+
+Knows no protocol.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
 
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.text.chat import ChatRequest
-from quire.text.tool_grammars import guilty_tool
+from quire.text.schemas import SchemaNotHeld
+from quire.text.tool_grammars import guilty_tool, held_parameters
+from quire.text.tools import Tool
 
+T = TypeVar("T")
+ToolField = Callable[[int], str]  # where the schema of a tool stands
+
+MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, for every try compiles anew
+MAX_PATH_CHARS = 300
 # What a compiler says, between where it stopped and its picture of that place.
 _SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
 
 
-@contextmanager
-def shape_errors(ask: Ask, words_field: str | None, tool_field: Callable[[int], str]) -> Iterator[None]:
-    """`words_field`: what the shape of words was asked for by. `tool_field`: where the schema of a tool stands."""
+def with_unenforced(ask: Ask, words_field: str | None, tool_field: ToolField) -> Ask:
+    """The ask with the paths of all schema keywords that its answer is not held to.
+
+    `words_field`: what the shape of words was asked for by. Raises ApiError for a strict tool that cannot be held.
+    """
+    grammar = ask.params.grammar
+    names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
+    chat = ask.prompts[0]
+    if isinstance(chat, ChatRequest):
+        callable_names = {tool.name for tool in chat.callable_tools}
+        for i, tool in enumerate(chat.tools):
+            if tool.name in callable_names:
+                names += _unenforced_of(tool, tool_field(i))
+    return replace(ask, unenforced=tuple(names)) if names else ask
+
+
+def _unenforced_of(tool: Tool, field: str) -> list[str]:
     try:
-        yield
-    except InvalidRequest as error:
-        if not str(error).startswith("grammar"):
-            raise
-        field = _guilty_field(ask, str(error), tool_field) or words_field or "tools"
+        return [f"{field}.{one.path}" for one in held_parameters(tool).unenforced]
+    except SchemaNotHeld as error:
         raise shape_error(field, error) from None
 
 
+async def answer_in_shape(
+    ask: Ask, words_field: str | None, tool_field: ToolField, respond: Callable[[Ask], Awaitable[T]]
+) -> T:
+    """Answer; where the schema of a tool that is not strict cannot be compiled, answer with any arguments for it."""
+    num_tries = 0
+    while True:
+        try:
+            return await respond(ask)
+        except InvalidRequest as error:
+            if not str(error).startswith("grammar"):
+                raise
+            number = _guilty_tool(ask, str(error))
+            freed = _freed(ask, number if num_tries < MAX_FREED_ALONE else None, str(error), tool_field)
+            if freed is None:
+                field = words_field or "tools" if number is None else tool_field(number)
+                raise shape_error(field, error) from None
+            ask = freed
+            num_tries += 1
+
+
 def shape_error(field: str, error: InvalidRequest) -> ApiError:
+    if isinstance(error, SchemaNotHeld):
+        field = f"{field}.{error.path}"[:MAX_PATH_CHARS]
+        return ApiError(Kind.INVALID, f"{field} cannot be enforced: {error.why}", param=field)
     found = _SAID.match(str(error))
     what = str(error) if found is None else found["what"]
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_field(ask: Ask, error: str, tool_field: Callable[[int], str]) -> str | None:
+def _guilty_tool(ask: Ask, error: str) -> int | None:
+    """Of all tools of the request, the one whose schema the compiler speaks of."""
     chat = ask.prompts[0]
     number = guilty_tool(error)
     if not isinstance(chat, ChatRequest) or number is None or number >= len(chat.callable_tools):
         return None
-    return tool_field(chat.tools.index(chat.callable_tools[number]))
+    name = chat.callable_tools[number].name
+    return next(i for i, tool in enumerate(chat.tools) if tool.name == name)
+
+
+def _freed(ask: Ask, number: int | None, error: str, tool_field: ToolField) -> Ask | None:
+    """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
+    chat = ask.prompts[0]
+    if not isinstance(chat, ChatRequest) or (number is None and guilty_tool(error) is not None):
+        return None  # it speaks of the shape of words
+    candidates = range(len(chat.tools)) if number is None else (number,)
+    freed = [i for i in candidates if not chat.tools[i].is_strict and not chat.tools[i].is_free]
+    if not freed:
+        return None
+    tools = tuple(replace(tool, is_free=True) if i in freed else tool for i, tool in enumerate(chat.tools))
+    names = (*ask.unenforced, *map(tool_field, freed))
+    return replace(ask, prompts=(replace(chat, tools=tools),), unenforced=names)

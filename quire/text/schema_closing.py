@@ -1,11 +1,12 @@
 """Which objects of a JSON schema are closed: those that list properties and do not speak of others. Pure.
 
-A value may have several schemas at once (`allOf`, `$ref`, the branches of `anyOf`), and a name that one of them lists is
-no invented name for the others. So names are collected over all schemas of a value before one of them is closed.
+A value may have several schemas at once (`allOf`, `$ref`, the branches of `anyOf`), and a name that one of them lists
+is no invented name for the others. So names are collected over all schemas of a value before one of them is closed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -68,6 +69,15 @@ class PropertyNames:
         least = schema.get("minProperties")
         is_too_small = isinstance(least, int | float) and least > len(names)
         return Closing(names if has_properties and not is_too_small else None, None)
+
+    def shared(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
+        """Properties that several schemas of the value describe: one that is closed would exclude the others."""
+        properties = place.schema.get("properties")
+        groups = [outer or frozenset(), frozenset(properties if isinstance(properties, Mapping) else ())]
+        groups += [self._listed_by(part).names for keyword in _PARTS for part in self.parts(place, keyword)]
+        groups += [self._listed_in(place, (keyword,)).names for keyword in _BRANCHES]
+        counts = Counter(name for group in groups for name in group)
+        return frozenset(name for name, count in counts.items() if count > 1)
 
     def is_whole(self, place: Place) -> bool:
         """Whether no other schema of the same value lists properties."""

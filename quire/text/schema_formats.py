@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # The compiler knows these itself.
-NATIVE_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
 
 _LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
 _DATE = (
@@ -19,15 +19,22 @@ _TIME = (
     r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
 )
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
+# No label has hyphens in its third and fourth place: those are the encodings of international names.
+_LABEL = (
+    r"[A-Za-z0-9](?:[A-Za-z0-9]|{m}[A-Za-z0-9](?:{m}{{0,59}}[A-Za-z0-9])?|{m}-[A-Za-z0-9](?:{m}{{0,58}}[A-Za-z0-9])?)?"
+)
+_LABEL = _LABEL.format(m="[A-Za-z0-9-]")
 
 # As patterns: the compiler's own date has a 29th of February in every year.
 FORMATS: Mapping[str, str] = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
+MAX_LENGTHS: Mapping[str, int] = {"hostname": 253}
 
 # Of integers, as OpenAPI has them. int64 has bounds beyond what the compiler takes.
 NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {

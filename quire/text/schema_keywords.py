@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.text.patterns import hold_pattern
 from quire.text.schema_closing import Closing
-from quire.text.schema_formats import FORMATS, NATIVE_FORMATS, NUMBER_FORMATS
+from quire.text.schema_formats import FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS
 from quire.text.schema_logic import KINDS, canonical
 from quire.text.schema_refs import Place
 
@@ -215,6 +215,8 @@ def _hold_format(draft: Draft) -> None:
         pass  # it is about strings
     elif name in FORMATS:
         _add_patterns(draft, hold_pattern(FORMATS[name]).sources)
+        if name in MAX_LENGTHS:
+            draft.extra.append({"maxLength": MAX_LENGTHS[name]})
     elif name in NATIVE_FORMATS:
         draft.out["format"] = name
     else:

@@ -71,7 +71,8 @@ class _Holder:
         self._references = References(root)
         self._names_of = PropertyNames(self._references)
         self._definitions: dict[str, Held] = {}
-        self._names: dict[tuple[str, bool], str] = {}  # of definitions, by place and whether they are closed
+        self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, by all that they depend on
+        self._shared: frozenset[str] = frozenset()  # properties of the value at hand that other schemas describe too
         self._has_many_multiples = str(root).count("'multipleOf'") > 1
         self.problems: dict[str, str] = {}
 
@@ -92,6 +93,8 @@ class _Holder:
             target = self._references.find(place.schema["$ref"], place.base)
             if target is not None:
                 return self._defined(target, is_closed=outer is not None)
+        enclosing = self._shared
+        self._shared = self._names_of.shared(place, outer) | (enclosing if outer is None else frozenset())
         draft = Draft(place, kinds_of(place.schema), self.problems, self._names_of.closing(place, outer))
         done: set[Callable[..., None]] = set()
         for keyword in place.schema:
@@ -104,6 +107,7 @@ class _Holder:
             hold_property_counts(draft, is_whole=outer is not None and self._names_of.is_whole(place))
         if draft.extra:
             draft.out["allOf"] = [*draft.out.get("allOf", ()), *draft.extra]
+        self._shared = enclosing
         return draft.out
 
     def _step(self, keyword: str) -> Callable[[Draft], None] | None:
@@ -142,7 +146,7 @@ class _Holder:
     # References
 
     def _defined(self, target: Place, *, is_closed: bool) -> Held:
-        key = (target.path, is_closed)
+        key = (target.path, is_closed, frozenset() if is_closed else self._shared)
         if key not in self._names:
             name = self._names[key] = f"d{len(self._definitions)}"
             self._definitions[name] = True  # for references to itself
@@ -237,7 +241,9 @@ class _Holder:
         schema, place = draft.given, draft.place
         if isinstance(schema.get("properties"), Mapping):
             places = {name: place.child("properties", name) for name in schema["properties"]}
-            draft.out["properties"] = {name: self._hold(one, frozenset()) for name, one in places.items()}
+            draft.out["properties"] = {
+                name: self._hold(one, None if name in self._shared else frozenset()) for name, one in places.items()
+            }
         elif "properties" in schema:
             draft.drop("properties", "it is not an object")
         required = schema.get("required")
@@ -247,12 +253,12 @@ class _Holder:
             draft.drop("required", "it is not a list of names")
         if "additionalProperties" in schema:
             draft.out["additionalProperties"] = self._hold(place.child("additionalProperties"), frozenset())
+        if "unevaluatedProperties" in schema:
+            self._unevaluated_properties(draft)
         if "patternProperties" in schema:
             self._pattern_properties(draft)
         if "propertyNames" in schema:
             self._property_names(draft)
-        if "unevaluatedProperties" in schema:
-            self._unevaluated_properties(draft)
 
     def _unevaluated_properties(self, draft: Draft) -> None:
         schema = draft.given
@@ -279,11 +285,11 @@ class _Holder:
         for name in broken:
             draft.drop(f"patternProperties.{name}", patterns[name].problem or "a look-ahead is not supported here")
         if broken:  # which names are additional ones is not known either
-            if draft.out.get("additionalProperties", True) is not True:
-                draft.drop("additionalProperties", "patternProperties beside it cannot be enforced")
-                del draft.out["additionalProperties"]
-            if draft.given.get("unevaluatedProperties") is False:
-                draft.drop("unevaluatedProperties", "patternProperties beside it cannot be enforced")
+            for keyword in ("additionalProperties", "unevaluatedProperties"):
+                if draft.given.get(keyword, True) is not True:
+                    draft.drop(keyword, "patternProperties beside it cannot be enforced")
+            draft.out.pop("additionalProperties", None)
+            draft.closing = LEFT_OPEN
             return
         schemas = {name: self._hold(draft.place.child("patternProperties", name), frozenset()) for name in given}
         held = list(patterns.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,8 +43,9 @@ from quire.server.anthropic.types import (
     TokenCount,
     ToolUseBlock,
 )
+from quire.server.ask import Ask
 from quire.server.cache_view import CacheView, view
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -58,13 +60,16 @@ _encoder = msgspec.json.Encoder()
 async def messages(call: Call) -> Response:
     body = await call.body(MessagesRequest)
     ask = to_ask(body)
-    with shape_errors(ask, shape_field(body), input_schema_field):
-        work = await call.open(ask)
-        num_hour_tokens = hour_tokens(call.service, work)
-        reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body))
-        if ask.is_streaming:
-            return await call.stream(work, reply.events())
-        one = (await call.result(work))[0].completions[0]
+    return await answer_in_shape(ask, shape_field(body), input_schema_field, partial(_respond, call, body))
+
+
+async def _respond(call: Call, body: MessagesRequest, ask: Ask) -> Response:
+    work = await call.open(ask)
+    num_hour_tokens = hour_tokens(call.service, work)
+    reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body))
+    if ask.is_streaming:
+        return await call.stream(work, reply.events())
+    one = (await call.result(work))[0].completions[0]
     return call.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 

@@ -24,7 +24,7 @@ from quire.server.anthropic.types import (
 )
 from quire.server.ask import Ask, Breakpoint, priority_of
 from quire.server.errors import ApiError, Kind
-from quire.server.shapes import shape_error
+from quire.server.shapes import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
@@ -44,7 +44,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 def to_ask(body: MessagesRequest) -> Ask:
     refuse_unsupported(body)
     chat, breakpoints = conversation(body)
-    return Ask(
+    ask = Ask(
         model=body.model,
         prompts=(chat,),
         params=_params(body),
@@ -54,6 +54,7 @@ def to_ask(body: MessagesRequest) -> Ask:
         breakpoints=breakpoints,
         wants_cache=bool(body.cache),
     )
+    return with_unenforced(ask, shape_field(body), input_schema_field)
 
 
 def conversation(body: CountTokensRequest) -> tuple[ChatRequest, tuple[Breakpoint, ...]]:

@@ -69,7 +69,10 @@ class ToolParam(Struct, frozen=True, kw_only=True):
     name: Annotated[str, _bounds(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
-    strict: Annotated[bool | None, _says("Refuse a schema with keywords that cannot be held.")] = None
+    strict: Annotated[
+        bool | None,
+        _says("Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
     cache_control: CacheControl | None = None
 
 

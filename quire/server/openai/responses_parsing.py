@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -21,10 +22,11 @@ from quire.server.openai.responses_types import (
     ToolChoiceBody,
 )
 from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import Shape, parse_shape, unknown_format
-from quire.server.shapes import shape_error
+from quire.server.openai.tools import make_shape, unknown_format
+from quire.server.openai.tools import shape_field as body_shape_field
+from quire.server.shapes import with_unenforced
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
-from quire.text.grammar import json_object_grammar, json_schema_grammar
+from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tokenizer import check_text
 from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
 
@@ -64,10 +66,11 @@ def parse_responses(body: ResponsesRequest) -> Ask:
         plain = msgspec.structs.replace(body, n=1)
         params = params_of(plain, max_tokens=max_tokens, logprobs=_logprobs(body))
         if (shape := _text_shape(body)) is not None:
-            if (other := parse_shape(body)) is not None:
-                raise InvalidRequest(f"{other.field} and text.format exclude each other")
-            params = replace(params, grammar=shape.grammar)
-        return ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+            if (other := body_shape_field(body)) is not None:
+                raise InvalidRequest(f"{other} and text.format exclude each other")
+            params = replace(params, grammar=make_shape(*shape).grammar)
+        ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        return with_unenforced(ask, shape_field(body), parameters_field)
 
 
 def names_of(body: ResponsesRequest) -> dict[str, str]:
@@ -276,25 +279,22 @@ def _mode(path: str, mode: str | None, modes: Iterable[ToolMode]) -> ToolMode:
 
 def shape_field(body: ResponsesRequest) -> str | None:
     """What the shape of the answer was asked for by."""
-    shape = _text_shape(body) or parse_shape(body)
-    return None if shape is None else shape.field
+    shape = _text_shape(body)
+    return body_shape_field(body) if shape is None else shape[0]
 
 
 def parameters_field(index: int) -> str:
     return f"tools[{index}].parameters"
 
 
-def _text_shape(body: ResponsesRequest) -> Shape | None:
+def _text_shape(body: ResponsesRequest) -> tuple[str, Callable[[], Grammar]] | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return Shape("text.format", json_object_grammar())
+        return "text.format", json_object_grammar
     if form.type != "json_schema":
         raise unknown_format("text.format.type", form.type)
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing")
-    try:
-        return Shape("text.format.schema", json_schema_grammar(form.schema, strict=bool(form.strict)))
-    except InvalidRequest as error:
-        raise shape_error("text.format.schema", error) from None
+    return "text.format.schema", partial(json_schema_grammar, form.schema, strict=bool(form.strict))
