@@ -252,7 +252,7 @@ class _Parser:
             if item.ranges is None:
                 is_plain = False
                 parts.append(item.text)
-            elif self._pattern.startswith("-", self._at) and not self._pattern.startswith("-]", self._at):
+            elif self._is_range(item):
                 self._at += 1
                 ranges.append(_range(item, self._class_item()))
             else:
@@ -264,6 +264,12 @@ class _Parser:
         # The class may lack quotes, so U+0000 is kept out of it: see _held_ranges.
         body = _inside(known) + "".join(parts)
         return _Term(f"[^{_NUL}{body}]" if is_negated else f"[[{body}]--{_NUL}]")
+
+    def _is_range(self, first: _Term) -> bool:
+        """In `[\\w-.]` the hyphen is one: JavaScript takes it for itself beside a class."""
+        rest = self._pattern[self._at : self._at + 3]
+        is_class = rest[1:2] == "\\" and rest[2:3] in "dDwWsSpP"
+        return rest.startswith("-") and rest[1:2] not in ("]", "") and not is_class and _single(first)
 
     def _class_item(self) -> _Term:
         if self._at >= len(self._pattern):
@@ -359,11 +365,15 @@ def _one(code: int) -> _Term:
     return _of_ranges(((code, code),))
 
 
+def _single(term: _Term) -> bool:
+    return term.ranges is not None and len(term.ranges) == 1 and term.ranges[0][0] == term.ranges[0][1]
+
+
 def _range(first: _Term, last: _Term) -> tuple[int, int]:
-    if not first.ranges or not last.ranges or len(first.ranges) > 1 or len(last.ranges) > 1:
-        raise _Unreadable("a range of characters has no single ends")
-    (low, _), (high, end) = first.ranges[0], last.ranges[0]
-    if high != end or low > high:
+    assert first.ranges
+    assert last.ranges
+    low, high = first.ranges[0][0], last.ranges[0][0]
+    if low > high:
         raise _Unreadable("a range of characters is not in order")
     return low, high
 

@@ -268,7 +268,7 @@ def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
     least = 1 if least is None else least
     most = draft.count("maxContains")
     size = draft.out.get("maxItems")
-    if item is True:  # what is contained is the whole array
+    if item is True or item == {}:  # what is contained is the whole array
         draft.one_of("array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
         return
     if least:

@@ -120,8 +120,9 @@ JSON: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("schema", "text"), JSON.values(), ids=JSON)
 def test_masks_of_a_schema_are_those_of_llguidance(vocabulary: Vocabulary, schema: dict[str, Any], text: str) -> None:
-    matcher = vocabulary.grammars.compile(json_schema_grammar(schema)).matcher()
-    compare(matcher, vocabulary.of_schema(schema), vocabulary.encode(text))
+    grammar = json_schema_grammar(schema)
+    matcher = vocabulary.grammars.compile(grammar).matcher()
+    compare(matcher, vocabulary.of_schema(json.loads(grammar.source)), vocabulary.encode(text))
 
 
 SAY = Tool(
