@@ -62,7 +62,8 @@ async def answer_in_shape(
             if not str(error).startswith("grammar"):
                 raise
             number = _guilty_tool(ask, str(error))
-            freed = _freed(ask, number if num_tries < MAX_FREED_ALONE else None, str(error), tool_field)
+            is_of_words = number is None and guilty_tool(str(error)) is not None
+            freed = None if is_of_words else _freed(ask, number, tool_field, is_alone=num_tries < MAX_FREED_ALONE)
             if freed is None:
                 field = words_field or "tools" if number is None else tool_field(number)
                 raise shape_error(field, error) from None
@@ -89,15 +90,15 @@ def _guilty_tool(ask: Ask, error: str) -> int | None:
     return next(i for i, tool in enumerate(chat.tools) if tool.name == name)
 
 
-def _freed(ask: Ask, number: int | None, error: str, tool_field: ToolField) -> Ask | None:
+def _freed(ask: Ask, number: int | None, tool_field: ToolField, *, is_alone: bool) -> Ask | None:
     """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
     chat = ask.prompts[0]
-    if not isinstance(chat, ChatRequest) or (number is None and guilty_tool(error) is not None):
-        return None  # it speaks of the shape of words
-    candidates = range(len(chat.tools)) if number is None else (number,)
-    freed = [i for i in candidates if not chat.tools[i].is_strict and not chat.tools[i].is_free]
-    if not freed:
+    if not isinstance(chat, ChatRequest):
         return None
+    loose = [i for i, tool in enumerate(chat.tools) if not tool.is_strict and not tool.is_free]
+    if not loose or (number is not None and number not in loose):
+        return None
+    freed = [number] if number is not None and is_alone else loose
     tools = tuple(replace(tool, is_free=True) if i in freed else tool for i, tool in enumerate(chat.tools))
     names = (*ask.unenforced, *map(tool_field, freed))
     return replace(ask, prompts=(replace(chat, tools=tools),), unenforced=names)
