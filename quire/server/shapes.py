@@ -23,6 +23,7 @@ ToolField = Callable[[int], str]  # where the schema of a tool stands
 
 MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, for every try compiles anew
 MAX_PATH_CHARS = 300
+MAX_SCHEMA_CHARS = 512 * 1024  # of all tools, with descriptions: they are looked at on the event loop
 # What a compiler says, between where it stopped and its picture of that place.
 _SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
 
@@ -36,6 +37,9 @@ def with_unenforced(ask: Ask, words_field: str | None, tool_field: ToolField) ->
     names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
     chat = ask.prompts[0]
     if isinstance(chat, ChatRequest):
+        num_chars = sum(len(str(tool.parameters)) for tool in chat.callable_tools)
+        if num_chars > MAX_SCHEMA_CHARS:
+            raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
         callable_names = {tool.name for tool in chat.callable_tools}
         for i, tool in enumerate(chat.tools):
             if tool.name in callable_names:

@@ -16,6 +16,9 @@ _BRANCHES = ("anyOf", "oneOf")
 _PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # other schemas of the same value
 _NAMES_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
 
+_SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
+MAX_COPIES = 10_000  # of names, where every branch lists those of the others
+
 
 class Closing(NamedTuple):
     """How one schema is closed."""
@@ -49,6 +52,8 @@ class PropertyNames:
     def closing(self, place: Place, outer: frozenset[str] | None) -> Closing:
         """`outer`: names that schemas of the same value list. None: those see to it that the object is closed."""
         schema = place.schema
+        if not outer and schema.keys().isdisjoint(_SPEAKS_OF_NAMES):
+            return LEFT_OPEN
         own = self._listed_by(place, is_own=True)
         branches = {key: self._listed_in(place, (key,)) for key in _BRANCHES if key in schema}
         if _is_explicit(schema):
@@ -59,7 +64,7 @@ class PropertyNames:
             return LEFT_OPEN
         names = outer | own.names
         adding = [key for key, listed in branches.items() if not listed.names <= names or listed.is_stated]
-        if len(adding) == 1:
+        if len(adding) == 1 and len(names) * len(self.parts(place, adding[0])) <= MAX_COPIES:
             return Closing(None, names)
         if adding:
             if any(one.is_stated for one in branches.values()):
@@ -72,6 +77,8 @@ class PropertyNames:
 
     def shared(self, place: Place, outer: frozenset[str] | None) -> frozenset[str]:
         """Properties that several schemas of the value describe: one that is closed would exclude the others."""
+        if place.schema.keys().isdisjoint((*_PARTS, *_BRANCHES)) and not outer:
+            return frozenset()
         properties = place.schema.get("properties")
         groups = [outer or frozenset(), frozenset(properties if isinstance(properties, Mapping) else ())]
         groups += [self._listed_by(part).names for keyword in _PARTS for part in self.parts(place, keyword)]
@@ -83,21 +90,27 @@ class PropertyNames:
         """Whether no other schema of the same value lists properties."""
         return not self._listed_in(place, (*_PARTS, *_BRANCHES)).names
 
-    def _listed_by(self, place: Place, *, is_own: bool = False, seen: frozenset[str] = frozenset()) -> _Listed:
+    def _listed_by(self, place: Place, *, is_own: bool = False, seen: set[str] | None = None) -> _Listed:
+        """`seen`: places that were looked at already, for references may lead in circles."""
         schema = place.schema
+        seen = set() if seen is None else seen
         if not isinstance(schema, Mapping) or place.path in seen:
             return _Listed()
+        seen.add(place.path)
         properties, required = schema.get("properties"), schema.get("required")
         names = list(properties) if isinstance(properties, Mapping) else []
         names += [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         others = _NAMES_OTHERS if not is_own else ("additionalProperties", "propertyNames")
         listed = _Listed(frozenset(names), "properties" in schema, any(key in schema for key in others))
         parts = _PARTS if is_own else (*_PARTS, *_BRANCHES)
-        return listed.joined(self._listed_in(place, parts, seen | {place.path}))
+        return listed.joined(self._listed_in(place, parts, seen))
 
-    def _listed_in(self, place: Place, keywords: tuple[str, ...], seen: frozenset[str] = frozenset()) -> _Listed:
+    def _listed_in(self, place: Place, keywords: tuple[str, ...], seen: set[str] | None = None) -> _Listed:
         listed = _Listed()
+        seen = {place.path} if seen is None else seen
         for keyword in keywords:
+            if keyword not in place.schema:
+                continue
             for part in self.parts(place, keyword):
                 listed = listed.joined(self._listed_by(part, seen=seen))
         return listed

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 # The compiler knows these itself.
 NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
 
+# What it does not check about them: a mailbox and the labels of its domain have a largest size.
+_SHORT_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+ALSO: Mapping[str, str] = {"email": rf"^[^@]{{1,64}}@(?:\[.*|{_SHORT_LABEL}(?:\.{_SHORT_LABEL})*)$"}
+
 _LEAP_DAY = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -34,7 +38,7 @@ FORMATS: Mapping[str, str] = {
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
-MAX_LENGTHS: Mapping[str, int] = {"hostname": 253}
+MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "email": 254}
 
 # Of integers, as OpenAPI has them. int64 has bounds beyond what the compiler takes.
 NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {

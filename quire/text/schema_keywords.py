@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.text.patterns import hold_pattern
 from quire.text.schema_closing import Closing
-from quire.text.schema_formats import FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS
+from quire.text.schema_formats import ALSO, FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS
 from quire.text.schema_logic import KINDS, canonical
 from quire.text.schema_refs import Place
 
@@ -213,12 +213,13 @@ def _hold_format(draft: Draft) -> None:
             draft.extra.append({"minimum": low, "maximum": high})
     elif "string" not in draft.kinds and (name in FORMATS or name in NATIVE_FORMATS):
         pass  # it is about strings
-    elif name in FORMATS:
-        _add_patterns(draft, hold_pattern(FORMATS[name]).sources)
+    elif name in FORMATS or name in NATIVE_FORMATS:
+        if name in NATIVE_FORMATS:
+            draft.out["format"] = name
+        for pattern in (table[name] for table in (FORMATS, ALSO) if name in table):
+            _add_patterns(draft, hold_pattern(pattern).sources)
         if name in MAX_LENGTHS:
             draft.extra.append({"maxLength": MAX_LENGTHS[name]})
-    elif name in NATIVE_FORMATS:
-        draft.out["format"] = name
     else:
         draft.drop("format", f"{json.dumps(name)[:40]} is not a format this server knows")
 
@@ -272,13 +273,13 @@ def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
         draft.one_of("array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
         return
     if least:
-        if size is None or math.comb(size, least) > MAX_OPTIONS:
+        if size is None or size > MAX_OPTIONS or math.comb(size, least) > MAX_OPTIONS:
             draft.drop("contains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), least)
             draft.one_of("array", [_items_at(chosen, item, True, chosen[-1] + 1) for chosen in places])
     if most is not None and (size is None or size > most):
-        if size is None or other is None or math.comb(size, most) > MAX_OPTIONS:
+        if size is None or other is None or size > MAX_OPTIONS or math.comb(size, most) > MAX_OPTIONS:
             draft.drop("maxContains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), most)

@@ -14,6 +14,7 @@ from quire.text.patterns import any_text_but
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 MAX_DEPTH = 8
+MAX_STEPS = 10_000
 MAX_NUMBERS = 8  # of an enum that is negated: every gap between two is a range
 MAX_TEXTS_CHARS = 512  # of an enum that is negated
 
@@ -54,6 +55,17 @@ _SIZES = {
     "array": ("minItems", "maxItems"),
     "object": ("minProperties", "maxProperties"),
 }
+
+
+class Budget:
+    """How many steps both questions may take in all, for one schema."""
+
+    def __init__(self, num_steps: int = MAX_STEPS) -> None:
+        self._num_left = num_steps
+
+    def take(self) -> bool:
+        self._num_left -= 1
+        return self._num_left >= 0
 
 
 def kind_of(value: object) -> str:
@@ -97,22 +109,22 @@ def kinds_of(schema: Mapping[str, Any]) -> frozenset[str]:
 # Negation
 
 
-def negated(schema: object, resolve: Resolve, depth: int = 0) -> Schema | None:
+def negated(schema: object, resolve: Resolve, budget: Budget, depth: int = 0) -> Schema | None:
     """A schema of all values that this one refuses, or None if there is none in words that can be held."""
     if isinstance(schema, bool):
         return not schema
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or not budget.take():
         return None
     options: list[Schema] = []
     for keyword, value in schema.items():
-        found = _negated_keyword(keyword, value, resolve, depth)
+        found = _negated_keyword(keyword, value, resolve, budget, depth)
         if found is None:
             return None
         options += found
     return {"anyOf": options} if options else False
 
 
-def _negated_keyword(keyword: str, value: Any, resolve: Resolve, depth: int) -> list[Schema] | None:
+def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget, depth: int) -> list[Schema] | None:
     """How an instance can break it: one of these."""
     if keyword in SAID_OF_VALUES:
         return []
@@ -129,17 +141,17 @@ def _negated_keyword(keyword: str, value: Any, resolve: Resolve, depth: int) -> 
         case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, Mapping):
-            return _negated_properties(value, resolve, depth)
+            return _negated_properties(value, resolve, budget, depth)
         case "not":
             return [value]
         case "anyOf" | "allOf" if isinstance(value, list):
-            parts = [negated(part, resolve, depth + 1) for part in value]
+            parts = [negated(part, resolve, budget, depth + 1) for part in value]
             known = [part for part in parts if part is not None]
             if len(known) < len(parts):
                 return None
             return known if keyword == "allOf" else [{"allOf": known}]
         case "$ref" if isinstance(value, str):
-            found = negated(resolve(value), resolve, depth + 1)
+            found = negated(resolve(value), resolve, budget, depth + 1)
             return None if found is None else [found]
     return None
 
@@ -175,10 +187,12 @@ def _negated_values(values: Sequence[object]) -> list[Schema] | None:
     return options
 
 
-def _negated_properties(properties: Mapping[str, Any], resolve: Resolve, depth: int) -> list[Schema] | None:
+def _negated_properties(
+    properties: Mapping[str, Any], resolve: Resolve, budget: Budget, depth: int
+) -> list[Schema] | None:
     options: list[Schema] = []
     for name, schema in properties.items():
-        found = negated(schema, resolve, depth + 1)
+        found = negated(schema, resolve, budget, depth + 1)
         if found is None:
             return None
         if found is not False:
@@ -194,11 +208,12 @@ class Side(NamedTuple):
 
     schema: object
     resolve: Resolve
+    budget: Budget
 
 
 def are_disjoint(one: Side, other: Side, depth: int = 0) -> bool:
     """Whether no value matches both."""
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH or not one.budget.take():
         return False
     if one.schema is False or other.schema is False:
         return True
@@ -217,7 +232,7 @@ def _is_split(parts: Sequence[Side], other: Side, depth: int) -> bool:
         for keyword in ("anyOf", "oneOf"):
             branches = part.schema.get(keyword)
             if isinstance(branches, list) and all(
-                are_disjoint(Side(branch, part.resolve), other, depth + 1) for branch in branches
+                are_disjoint(part._replace(schema=branch), other, depth + 1) for branch in branches
             ):
                 return True
     return False
@@ -225,14 +240,14 @@ def _is_split(parts: Sequence[Side], other: Side, depth: int) -> bool:
 
 def _parts(side: Side, depth: int = 0) -> list[Side]:
     """Schemas that a value of this one all matches."""
-    if not isinstance(side.schema, Mapping) or depth > MAX_DEPTH:
+    if not isinstance(side.schema, Mapping) or depth > MAX_DEPTH or not side.budget.take():
         return []
     parts = [side]
     inner = side.schema.get("allOf")
     for part in inner if isinstance(inner, list) else ():
-        parts += _parts(Side(part, side.resolve), depth + 1)
+        parts += _parts(side._replace(schema=part), depth + 1)
     if isinstance(reference := side.schema.get("$ref"), str):
-        parts += _parts(Side(side.resolve(reference), side.resolve), depth + 1)
+        parts += _parts(side._replace(schema=side.resolve(reference)), depth + 1)
     return parts
 
 
@@ -249,6 +264,43 @@ def _are_plainly_disjoint(one: Side, other: Side, depth: int) -> bool:
         if values is not None:
             common &= frozenset(kind_of(value) for value in values.values())
     return all(_is_kind_disjoint(kind, one, other, depth) for kind in common)
+
+
+def are_told_apart(schemas: Sequence[object]) -> bool:
+    """Whether each lists values that no other lists, or has a required property that does. For any number of them."""
+    known = [schema for schema in schemas if isinstance(schema, Mapping)]
+    if len(known) < len(schemas) or not known:
+        return False
+    if _have_own_values(known):
+        return True
+    if any(kinds_of(schema) != {"object"} for schema in known):
+        return False
+    return any(_have_own_values([_tag(schema, name) for schema in known]) for name in _names(known[0].get("required")))
+
+
+def _tag(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    tag = properties.get(name) if isinstance(properties, Mapping) else None
+    return tag if isinstance(tag, Mapping) and name in _names(schema.get("required")) else {}
+
+
+def _names(required: object) -> list[str]:
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def _have_own_values(schemas: Sequence[Mapping[str, Any]]) -> bool:
+    seen: set[str] = set()
+    for schema in schemas:
+        values = _values(schema)
+        if values is None or not seen.isdisjoint(values) or not all(map(_is_plain, values.values())):
+            return False
+        seen.update(values)
+    return True
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is sure to be held as it is."""
+    return value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= 2**53)
 
 
 def _values(schema: Mapping[str, Any]) -> dict[str, object] | None:
@@ -268,7 +320,7 @@ def _is_kind_disjoint(kind: str, one: Side, other: Side, depth: int) -> bool:
             return True
     if kind != "object":
         return False
-    names = [name for side in (a, b) for name in side.get("required", ()) if isinstance(name, str)]
+    names = [*_names(a.get("required")), *_names(b.get("required"))]
     return any(are_disjoint(_property(one, name), _property(other, name), depth + 1) for name in names)
 
 
@@ -277,9 +329,9 @@ def _property(side: Side, name: str) -> Side:
     assert isinstance(side.schema, Mapping)
     properties = side.schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
-        return Side(properties[name], side.resolve)
+        return side._replace(schema=properties[name])
     others = True if "patternProperties" in side.schema else side.schema.get("additionalProperties", True)
-    return Side(others, side.resolve)
+    return side._replace(schema=others)
 
 
 def _is_below(low: Mapping[str, Any], high: Mapping[str, Any]) -> bool:

@@ -28,12 +28,24 @@ from quire.text.schema_keywords import (
     hold_unique,
     hold_values,
 )
-from quire.text.schema_logic import SAID_OF_VALUES, Side, are_disjoint, canonical, kinds_of, negated
+from quire.text.schema_logic import (
+    KINDS,
+    SAID_OF_VALUES,
+    Budget,
+    Side,
+    are_disjoint,
+    are_told_apart,
+    canonical,
+    kinds_of,
+    negated,
+)
 from quire.text.schema_refs import Place, References
 
+MAX_SCHEMAS = 5_000  # that one schema may consist of, once it is rewritten
 MAX_DEPENDENCIES = 6  # each doubles the ways to write the object
 MAX_EXCLUSIVE = 4  # branches of a oneOf that are told apart by negation
 
+WHOLE = "$"  # the path of a schema of which nothing but its type is enforced
 _UNKNOWN_REFERENCE = "it is not in this schema, and nothing is fetched"
 
 
@@ -60,10 +72,18 @@ class HeldSchema:
 def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchema:
     """Strict: raises SchemaNotHeld for the first keyword that cannot be held."""
     holder = _Holder(schema)
-    held = holder.whole()
+    try:
+        held = holder.whole()
+    except (RecursionError, _TooLarge):  # references can lead far, and one schema can stand for many
+        held = {"type": schema["type"]} if schema.get("type") in KINDS else {}
+        holder.problems = {WHOLE: "the schema is too large, or its references lead too far"}
     if strict and holder.problems:
         raise SchemaNotHeld(*next(iter(holder.problems.items())))
     return HeldSchema(held, tuple(Unenforced(*item) for item in holder.problems.items()))
+
+
+class _TooLarge(Exception):
+    pass
 
 
 class _Holder:
@@ -74,6 +94,9 @@ class _Holder:
         self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, by all that they depend on
         self._shared: frozenset[str] = frozenset()  # properties of the value at hand that other schemas describe too
         self._has_many_multiples = str(root).count("'multipleOf'") > 1
+        self._steps = self._all_steps()
+        self._budget = Budget()
+        self._num_left = MAX_SCHEMAS
         self.problems: dict[str, str] = {}
 
     def whole(self) -> dict[str, Any]:
@@ -84,6 +107,9 @@ class _Holder:
 
     def _hold(self, place: Place, outer: frozenset[str] | None) -> Held:
         """`outer`: names that schemas of the same value list. None: those see to it that the object is closed."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise _TooLarge
         if isinstance(place.schema, bool):
             return place.schema
         if not isinstance(place.schema, Mapping):
@@ -96,12 +122,9 @@ class _Holder:
         enclosing = self._shared
         self._shared = self._names_of.shared(place, outer) | (enclosing if outer is None else frozenset())
         draft = Draft(place, kinds_of(place.schema), self.problems, self._names_of.closing(place, outer))
-        done: set[Callable[..., None]] = set()
-        for keyword in place.schema:
-            step = self._step(keyword)
-            if step is not None and step not in done:
-                done.add(step)
-                step(draft)
+        # In the order of the schema, which is the order of an object's fields. A step does all of its keywords.
+        for step in dict.fromkeys(self._steps[key] for key in place.schema if key in self._steps):
+            step(draft)
         _close(draft)
         if "object" in draft.kinds:
             hold_property_counts(draft, is_whole=outer is not None and self._names_of.is_whole(place))
@@ -110,24 +133,16 @@ class _Holder:
         self._shared = enclosing
         return draft.out
 
-    def _step(self, keyword: str) -> Callable[[Draft], None] | None:
-        """Keywords are written in the order they are given in: it is the order of an object's fields."""
-        match keyword:
-            case "type":
-                return hold_type
-            case "enum" | "const":
-                return hold_values
-            case "minLength" | "maxLength" | "pattern" | "format":
-                return hold_strings
-            case "multipleOf":
-                return self._numbers
-            case "items" | "prefixItems" | "additionalItems" | "minItems" | "maxItems" | "uniqueItems" | "contains":
-                return self._arrays
-            case "properties" | "patternProperties" | "additionalProperties" | "propertyNames" | "required":
-                return self._objects
-        others: Mapping[str, Callable[[Draft], None]] = {
-            **dict.fromkeys(BOUNDS, self._numbers),
-            "unevaluatedProperties": self._objects,
+    def _all_steps(self) -> dict[str, Callable[[Draft], None]]:
+        return {
+            "type": hold_type,
+            **dict.fromkeys(("enum", "const"), hold_values),
+            **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), hold_strings),
+            **dict.fromkeys((*BOUNDS, "multipleOf"), self._numbers),
+            **dict.fromkeys(("items", "prefixItems", "additionalItems", "minItems", "maxItems"), self._arrays),
+            **dict.fromkeys(("uniqueItems", "contains"), self._arrays),
+            **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), self._objects),
+            **dict.fromkeys(("propertyNames", "unevaluatedProperties"), self._objects),
             "unevaluatedItems": self._unevaluated_items,
             "allOf": self._all_of,
             "anyOf": self._any_of,
@@ -135,13 +150,9 @@ class _Holder:
             "not": self._not,
             "if": self._if,
             "$ref": self._ref,
-            "$dynamicRef": self._dynamic_ref,
-            "$recursiveRef": self._dynamic_ref,
-            "dependentRequired": self._dependencies,
-            "dependentSchemas": self._dependencies,
-            "dependencies": self._dependencies,
+            **dict.fromkeys(("$dynamicRef", "$recursiveRef"), self._dynamic_ref),
+            **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), self._dependencies),
         }
-        return others.get(keyword)
 
     # References
 
@@ -223,7 +234,7 @@ class _Holder:
         if item is None:
             draft.drop("contains", "not all of its schema can be enforced")
             return
-        opposite = negated(place.schema, self._resolver(place))
+        opposite = negated(place.schema, self._resolver(place), self._budget)
         hold_contains(draft, item, None if opposite is None else self._exactly(opposite, place))
 
     def _unevaluated_items(self, draft: Draft) -> None:
@@ -373,15 +384,19 @@ class _Holder:
 
     def _exclude_each_other(self, parts: list[Place], held: list[Held]) -> bool:
         """A value of one held branch must not match another branch as it was given."""
+        if are_told_apart([self._target(part).schema for part in parts]):
+            return True
         return all(
-            are_disjoint(Side(one, self._resolve_held), Side(part.schema, self._resolver(part)))
+            are_disjoint(
+                Side(one, self._resolve_held, self._budget), Side(part.schema, self._resolver(part), self._budget)
+            )
             for i, one in enumerate(held)
             for j, part in enumerate(parts)
             if i != j
         )
 
     def _opposite(self, place: Place) -> Held | None:
-        found = negated(place.schema, self._resolver(place))
+        found = negated(place.schema, self._resolver(place), self._budget)
         return None if found is None else self._exactly(found, place)
 
     def _not(self, draft: Draft) -> None:
@@ -413,8 +428,13 @@ class _Holder:
                 draft.drop(keyword, f"it is not an object of at most {MAX_DEPENDENCIES} names")
                 continue
             for name, value in given.items():
-                is_list = isinstance(value, list)
-                then = {"required": value} if is_list else self._hold(draft.place.child(keyword, name), None)
+                if not isinstance(value, list):
+                    then = self._hold(draft.place.child(keyword, name), None)
+                elif all(isinstance(one, str) for one in value):
+                    then = {"required": value}
+                else:
+                    draft.drop(f"{keyword}.{name}", "it is not a list of names")
+                    continue
                 draft.extra.append({"anyOf": [{"properties": {name: False}}, then]})
 
     def _exactly(self, schema: object, place: Place) -> Held | None:
