@@ -112,7 +112,7 @@ JSON: dict[str, tuple[dict[str, Any], str]] = {
     "nested arrays": ({"type": "array"}, "[" * 150 + "]" * 150),
     "a deep tree": (NODE, '{"children": [' * 30 + "]}" * 30),
     "any object": ({"type": "object"}, '{"a": [' + "null, " * 60 + 'null], "a": ' + "1" * 40 + "}"),
-    "an e-mail address": ({"type": "string", "format": "email"}, '"' + "-12" * 60 + '@example.com"'),
+    "an e-mail address": ({"type": "string", "format": "email"}, '"' + "-12" * 21 + '@example.com"'),
     "a time": ({"type": "string", "format": "time"}, '"12:34:56.' + "1" * 30 + 'Z"'),
     "a date-time": ({"type": "string", "format": "date-time"}, '"2026-01-23T12:34:56.' + "1" * 30 + 'Z"'),
 }
@@ -224,7 +224,7 @@ RUNNING_ON: dict[str, tuple[dict[str, Any], str]] = {
     "a string": ({"type": "string"}, "a"),
     "an integer": ({"type": "integer"}, "1"),
     "arrays in arrays": ({"type": "array"}, "["),
-    "the name in an address": ({"type": "string", "format": "email"}, "a"),
+    "the scheme of an address": ({"type": "string", "format": "uri"}, "a"),
 }
 
 
