@@ -24,7 +24,7 @@ from quire.engine.build import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.grammars import Compiled, Grammars, open_grammars
 from quire.errors import InvalidRequest
-from quire.text.grammar import Grammar, json_schema_grammar, lark_grammar, regex_grammar
+from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, lark_grammar, regex_grammar
 from quire.weights.hub import resolve
 
 
@@ -63,9 +63,9 @@ HOSTILE: tuple[Grammar, ...] = (
     regex_grammar("a?" * 20000),
     regex_grammar("(" * 5000 + ")" * 5000),
     json_schema_grammar({"$ref": "#"}),
-    json_schema_grammar({"$ref": "http://127.0.0.1:9/schema"}),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:9/schema"}'),
     json_schema_grammar({"enum": [f"value {i}" for i in range(4000)]}),
-    json_schema_grammar({"type": "integer", "multipleOf": 99999999}),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}'),
     json_schema_grammar({"allOf": [{"type": "string", "pattern": f"a{i}.*b"} for i in range(200)]}),
     json_schema_grammar({"properties": {f"p{i}": {"type": "string"} for i in range(1200)}}),
     lark_grammar("start: (x x x?){1,300}\nx: y y? y?\ny: /a*b?/ | /[ab]*/ | \"c\""),

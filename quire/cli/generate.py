@@ -122,10 +122,11 @@ def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path |
 
 def _grammar(kind: GrammarKind, source: str, given: str) -> Grammar:
     """`given`: the option and its value, as they were typed."""
-    from quire.text.grammar import Grammar
+    from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
     try:
-        return Grammar(kind, source)
+        made = Grammar(kind, source)
+        return json_schema_grammar(json.loads(source)) if kind is GrammarKind.JSON_SCHEMA else made
     except InvalidRequest as error:
         raise InvalidRequest(f"{given}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 

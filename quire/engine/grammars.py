@@ -18,7 +18,7 @@ from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
 from quire.engine.masking import GrammarFailed, Matcher
 from quire.engine.model import make_tokenizer
 from quire.errors import InvalidRequest, MissingExtra, QuireError
-from quire.text.grammar import JSON_STYLE, Grammar, GrammarKind
+from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
 from quire.weights.opening import open_checkpoint
 
@@ -240,8 +240,9 @@ class _Compiler:
             return matcher.grammar_from_regex(grammar.source)
         if grammar.kind is GrammarKind.LARK:
             return matcher.grammar_from_lark(grammar.source)
-        options: Any = {**JSON_STYLE, "lenient": grammar.is_lenient, "coerce_one_of": grammar.is_lenient}
+        schema = json.loads(grammar.source)
+        options: Any = {**json_style(schema), "lenient": False, "coerce_one_of": False}  # nothing is left out here
         try:
-            return matcher.grammar_from_json_schema(json.loads(grammar.source), overrides=options)
+            return matcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"grammar: {tell(str(error))}") from None

@@ -37,7 +37,7 @@ from quire.server.work import ClientGone, Work
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
-MAX_NAME_CHARS = 64  # of one of those
+MAX_NAME_CHARS = 160  # of one of those: the path of a keyword in a schema is long
 IGNORED = "x-quire-ignored-fields"
 UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # of a body
@@ -161,13 +161,18 @@ class Call:
             say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
 
     def note(self, header: str, names: Iterable[str]) -> list[str]:
-        """Add names to a header of the answer: what the client sent and does not get. Returns those that fit."""
+        """Add names to a header of the answer: what the client sent and does not get. Returns those that fit.
+
+        Where there are more, the last is `...`.
+        """
         before = [name for name in self.headers.get(header, "").split(", ") if name]
         found = [re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS] for name in names]
-        new = [name for name in dict.fromkeys(found) if name not in before][: MAX_NAMED_FIELDS - len(before)]
+        new = [name for name in dict.fromkeys(found) if name not in before]
+        room = max(0, MAX_NAMED_FIELDS - len(before))
         if new:
-            self.headers[header] = ", ".join(before + new)
-        return new
+            more = ["..."] if len(new) > room and "..." not in before else []
+            self.headers[header] = ", ".join([*before, *new[:room], *more])
+        return new[:room]
 
     # What it gets
 

@@ -1,42 +1,102 @@
-"""Errors of grammars in the words of whoever asked: which field of a body made the grammar. Knows no protocol."""
+"""Schemas of a request in the words of whoever asked: what is not enforced, and which field made a grammar fail.
+
+Knows no protocol.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
 
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.text.chat import ChatRequest
-from quire.text.tool_grammars import guilty_tool
+from quire.text.schemas import SchemaNotHeld
+from quire.text.tool_grammars import guilty_tool, held_parameters
+from quire.text.tools import Tool
 
+T = TypeVar("T")
+
+MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, for every try compiles anew
+MAX_PATH_CHARS = 300
+MAX_SCHEMA_CHARS = 512 * 1024  # of all tools, with descriptions: they are looked at on the event loop
 # What a compiler says, between where it stopped and its picture of that place.
 _SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
 
 
-@contextmanager
-def shape_errors(ask: Ask, words_field: str | None) -> Iterator[None]:
-    """`words_field`: the field that asked for the shape of words."""
+def with_unenforced(ask: Ask, words_field: str | None) -> Ask:
+    """The ask with the paths of all schema keywords that its answer is not held to.
+
+    `words_field`: what the shape of words was asked for by. Raises ApiError for a strict tool that cannot be held.
+    """
+    grammar = ask.params.grammar
+    names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
+    chat = ask.prompts[0]
+    if isinstance(chat, ChatRequest):
+        num_chars = sum(len(str(tool.parameters)) for tool in chat.callable_tools)
+        if num_chars > MAX_SCHEMA_CHARS:
+            raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
+        for tool in chat.callable_tools:
+            names += _unenforced_of(tool)
+    return replace(ask, unenforced=(*ask.unenforced, *names)) if names else ask
+
+
+def _unenforced_of(tool: Tool) -> list[str]:
     try:
-        yield
-    except InvalidRequest as error:
-        if not str(error).startswith("grammar"):
-            raise
-        field = _guilty_field(ask, str(error)) or words_field or "tools"
-        raise shape_error(field, error) from None
+        return [f"{tool.schema_path}.{one.path}" for one in held_parameters(tool).unenforced]
+    except SchemaNotHeld as error:
+        raise shape_error(tool.schema_path, error) from None
+
+
+async def answer_in_shape(ask: Ask, words_field: str | None, respond: Callable[[Ask], Awaitable[T]]) -> T:
+    """Answer; where the schema of a tool that is not strict cannot be compiled, answer with any arguments for it."""
+    num_tries = 0
+    while True:
+        try:
+            return await respond(ask)
+        except InvalidRequest as error:
+            if not str(error).startswith("grammar"):
+                raise
+            tool = _guilty_tool(ask, str(error))
+            is_of_words = tool is None and guilty_tool(str(error)) is not None
+            freed = None if is_of_words else _freed(ask, tool, is_alone=num_tries < MAX_FREED_ALONE)
+            if freed is None:
+                field = words_field or "tools" if tool is None else tool.schema_path
+                raise shape_error(field, error) from None
+            ask = freed
+            num_tries += 1
 
 
 def shape_error(field: str, error: InvalidRequest) -> ApiError:
+    if isinstance(error, SchemaNotHeld):
+        field = f"{field}.{error.path}"[:MAX_PATH_CHARS]
+        return ApiError(Kind.INVALID, f"{field} cannot be enforced: {error.why}", param=field)
     found = _SAID.match(str(error))
     what = str(error) if found is None else found["what"]
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_field(ask: Ask, error: str) -> str | None:
+def _guilty_tool(ask: Ask, error: str) -> Tool | None:
+    """The tool whose schema the compiler speaks of."""
     chat = ask.prompts[0]
     number = guilty_tool(error)
     if not isinstance(chat, ChatRequest) or number is None or number >= len(chat.callable_tools):
         return None
-    return chat.callable_tools[number].schema_path or None
+    return chat.callable_tools[number]
+
+
+def _freed(ask: Ask, guilty: Tool | None, *, is_alone: bool) -> Ask | None:
+    """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
+    chat = ask.prompts[0]
+    if not isinstance(chat, ChatRequest):
+        return None
+    loose = [tool for tool in chat.tools if not tool.is_strict and not tool.is_free]
+    if not loose or (guilty is not None and guilty not in loose):
+        return None
+    freed = [guilty] if guilty is not None and is_alone else loose
+    tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
+    names = (*ask.unenforced, *(tool.schema_path for tool in freed))
+    return replace(ask, prompts=(replace(chat, tools=tools),), unenforced=names)

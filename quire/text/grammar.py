@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest
+from quire.text.schemas import hold_schema
 
 MAX_SOURCE_CHARS = 64 * 1024
 MAX_DEPTH = 32  # of a schema, braces and brackets
@@ -37,20 +38,14 @@ class GrammarKind(StrEnum):
 class Grammar:
     kind: GrammarKind
     source: str
-    is_lenient: bool = False  # of a schema: keywords that cannot be held are ignored, where else they are refused
+    unenforced: tuple[str, ...] = field(default=(), compare=False)  # of a schema: paths of keywords it does not hold
 
     def __post_init__(self) -> None:
         if self.kind not in list(GrammarKind):
             raise InvalidRequest(f"grammar of kind {self.kind!r} is not one of {', '.join(GrammarKind)}")
         if not isinstance(self.source, str):
             raise InvalidRequest(f"grammar = {self.source!r:.80} is not text")
-        if len(self.source) > MAX_SOURCE_CHARS:
-            raise InvalidRequest(f"grammar of {len(self.source)} characters is more than {MAX_SOURCE_CHARS}")
-        try:
-            self.source.encode()
-        except UnicodeEncodeError as error:
-            code = ord(self.source[error.start])
-            raise InvalidRequest(f"grammar has a lone surrogate U+{code:04X} at character {error.start}") from None
+        _check_source(self.source)
         if self.kind == GrammarKind.JSON_SCHEMA:
             _check_schema(self.source)
         if self.kind == GrammarKind.REGEX and (len(self.source) - len(self.source.rstrip("\\"))) % 2:
@@ -59,10 +54,13 @@ class Grammar:
 
 
 def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Grammar:
-    """JSON that matches the schema. Keywords that cannot be held: refused if strict, else ignored."""
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
-    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(schema), is_lenient=not strict)
+    """JSON that matches the schema, with no names that it does not list.
+
+    Keywords that cannot be held: refused if strict, else left out and named in `unenforced`.
+    """
+    check_schema(schema)
+    held = hold_schema(schema, strict=strict)
+    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(held.schema), tuple(one.path for one in held.unenforced))
 
 
 def json_object_grammar() -> Grammar:
@@ -89,8 +87,26 @@ def lark_grammar(source: str) -> Grammar:
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """A schema as a term of a Lark grammar."""
-    return f"%json {_dumps({**schema, 'x-guidance': dict(JSON_STYLE)})}"
+    """A held schema as a term of a Lark grammar."""
+    return f"%json {_dumps({**schema, 'x-guidance': json_style(schema)})}"
+
+
+def json_style(schema: object) -> dict[str, Any]:
+    """How JSON by this held schema is written.
+
+    Where an object has named properties and may have others, no character is written as \\uXXXX: the compiler would let
+    a name of the list be written so, with the schema of the others.
+    """
+    return {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'} if _has_open_names(schema) else dict(JSON_STYLE)
+
+
+def check_schema(schema: object) -> None:
+    """Raises InvalidRequest for what is no JSON object, or is too large or too deep to be looked at."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
+    _check_source(_dumps(schema))
+    if (depth := _depth(schema)) > MAX_DEPTH:
+        raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
 
 
 def lark_text(text: str) -> str:
@@ -105,6 +121,27 @@ def _dumps(schema: Mapping[str, Any]) -> str:
         raise InvalidRequest(f"grammar: the schema cannot be written as JSON: {error}") from None
 
 
+def _check_source(source: str) -> None:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(f"grammar of {len(source)} characters is more than {MAX_SOURCE_CHARS}")
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        code = ord(source[error.start])
+        raise InvalidRequest(f"grammar has a lone surrogate U+{code:04X} at character {error.start}") from None
+
+
+def _has_open_names(schema: object) -> bool:
+    if isinstance(schema, list):
+        return any(_has_open_names(item) for item in schema)
+    if not isinstance(schema, Mapping):
+        return False
+    has_names = bool(schema.get("properties") or schema.get("patternProperties"))
+    if has_names and schema.get("additionalProperties") is not False:
+        return True
+    return any(_has_open_names(value) for key, value in schema.items() if key not in ("enum", "const"))
+
+
 def _check_schema(source: str) -> None:
     try:
         schema = json.loads(source, parse_constant=_refuse_constant)
@@ -112,8 +149,8 @@ def _check_schema(source: str) -> None:
         raise InvalidRequest(f"grammar: the schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"grammar: schema = {source:.80} is not a JSON object")
-    if (depth := _depth(schema)) > MAX_DEPTH:
-        raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
+    if (depth := _depth(schema)) > 4 * MAX_DEPTH:  # what was MAX_DEPTH deep may have grown when it was held
+        raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {4 * MAX_DEPTH}")
 
 
 def _refuse_constant(name: str) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import JSON_STYLE, MAX_SOURCE_CHARS, Grammar, GrammarKind
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json
 from quire.text.reasoning import Opening, ReasoningFormat
+from quire.text.schemas import HeldSchema, hold_schema
 from quire.text.tool_formats import ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
 from quire.text.tools import Tool, ToolChoice, ToolMode
@@ -21,11 +21,6 @@ from quire.text.tools import Tool, ToolChoice, ToolMode
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
 _FIRST_CALL_LINE = 2  # of the source: a tool's rule stands on a line of its own, so that an error tells which it is
 _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
-
-_SAID_OF_VALUES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated"))  # no constraint
-_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-_VALUES = frozenset(("const", "enum", "required", "x-guidance"))
-_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties")
 
 
 def answer_grammar(
@@ -49,25 +44,16 @@ def answer_grammar(
     return Grammar(GrammarKind.LARK, source)
 
 
-def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The schema its arguments are held to: without what constrains nothing, and without room for made-up arguments.
-
-    What this allows, the tool's own schema allows too.
-    """
-    schema = _stripped(tool.parameters or NO_PARAMETERS)
-    if "allOf" not in json.dumps(schema):
-        schema = _closed(schema)
-    return {**schema, "type": "object", "x-guidance": _guidance(is_lenient=not tool.is_strict)}
+def held_parameters(tool: Tool) -> HeldSchema:
+    """What the arguments are held to. Raises SchemaNotHeld for a strict tool with a keyword that cannot be."""
+    schema = {**(tool.parameters or NO_PARAMETERS), "type": "object"}
+    return hold_schema(schema, strict=tool.is_strict)
 
 
 def guilty_tool(error: str) -> int | None:
     """Of the tools that may be called, the one whose schema the compiler of a grammar speaks of."""
     found = _WHERE.search(error)
     return None if found is None or int(found["line"]) < _FIRST_CALL_LINE else int(found["line"]) - _FIRST_CALL_LINE
-
-
-def _guidance(*, is_lenient: bool) -> dict[str, Any]:
-    return {**JSON_STYLE, "lenient": is_lenient, "coerce_one_of": is_lenient}
 
 
 class _Writer:
@@ -122,7 +108,8 @@ class _Writer:
         format = self._format
         for i, tool in enumerate(self._tools):
             head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
-            self._rules.append(f'call_{i}: {head} %json {json.dumps(tool_schema(tool))} "}}"')
+            arguments = {"type": "object"} if tool.is_free else held_parameters(tool).schema
+            self._rules.append(f'call_{i}: {head} {lark_json(arguments)} "}}"')
         self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
         is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel
         if format.is_list:
@@ -163,8 +150,7 @@ def _embedded(grammar: Grammar) -> str:
     """As an expression of Lark."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = {**json.loads(grammar.source), "x-guidance": _guidance(is_lenient=grammar.is_lenient)}
-            return f"%json {json.dumps(schema)}"
+            return lark_json(json.loads(grammar.source))
         case GrammarKind.REGEX:
             return f"/{_escaped_slashes(grammar.source)}/"
         case GrammarKind.LARK:
@@ -178,39 +164,3 @@ def _escaped_slashes(regex: str) -> str:
         pieces.append("\\/" if char == "/" and not is_escaped else "\\n" if char == "\n" else char)
         is_escaped = char == "\\" and not is_escaped
     return "".join(pieces)
-
-
-def _stripped(schema: Any) -> Any:
-    """A schema without what is only said about values."""
-    if isinstance(schema, list):
-        return [_stripped(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _VALUES:
-            kept[key] = value
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            kept[key] = {name: _stripped(item) for name, item in value.items()}
-        elif key not in _SAID_OF_VALUES:
-            kept[key] = _stripped(value)
-    return kept
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the properties it names and no others, where it leaves that open."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _VALUES or key == "not":
-            closed[key] = value
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[key] = {name: _closed(item) for name, item in value.items()}
-        else:
-            closed[key] = _closed(value)
-    if "properties" in schema and "additionalProperties" not in schema and not any(key in schema for key in _COMBINED):
-        closed["additionalProperties"] = False
-    return closed

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import json_schema_grammar
+from quire.text.grammar import check_schema
 from quire.text.tokenizer import check_text
 
 MAX_TOOLS = 128
@@ -26,9 +26,10 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of the arguments; empty: none
-    is_strict: bool = True  # the arguments must follow the schema
+    is_strict: bool = True  # every keyword of the schema must be enforced, or the tool is refused
     path: str = field(default="", compare=False)  # where it stands in the request, for errors
     schema_path: str = field(default="", compare=False)  # where its schema does
+    is_free: bool = False  # the arguments are any JSON object: the schema could not be compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(f"{schema_path}.type = {kind!r:.80} is not object")
         check_text(tool.description, name=f"{path}.description")
         try:
-            json_schema_grammar(tool.parameters)
+            check_schema(tool.parameters)
         except InvalidRequest as error:
             raise InvalidRequest(f"{schema_path}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 

@@ -112,7 +112,7 @@ JSON: dict[str, tuple[dict[str, Any], str]] = {
     "nested arrays": ({"type": "array"}, "[" * 150 + "]" * 150),
     "a deep tree": (NODE, '{"children": [' * 30 + "]}" * 30),
     "any object": ({"type": "object"}, '{"a": [' + "null, " * 60 + 'null], "a": ' + "1" * 40 + "}"),
-    "an e-mail address": ({"type": "string", "format": "email"}, '"' + "-12" * 60 + '@example.com"'),
+    "an e-mail address": ({"type": "string", "format": "email"}, '"' + "-12" * 21 + '@example.com"'),
     "a time": ({"type": "string", "format": "time"}, '"12:34:56.' + "1" * 30 + 'Z"'),
     "a date-time": ({"type": "string", "format": "date-time"}, '"2026-01-23T12:34:56.' + "1" * 30 + 'Z"'),
 }
@@ -120,8 +120,9 @@ JSON: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("schema", "text"), JSON.values(), ids=JSON)
 def test_masks_of_a_schema_are_those_of_llguidance(vocabulary: Vocabulary, schema: dict[str, Any], text: str) -> None:
-    matcher = vocabulary.grammars.compile(json_schema_grammar(schema)).matcher()
-    compare(matcher, vocabulary.of_schema(schema), vocabulary.encode(text))
+    grammar = json_schema_grammar(schema)
+    matcher = vocabulary.grammars.compile(grammar).matcher()
+    compare(matcher, vocabulary.of_schema(json.loads(grammar.source)), vocabulary.encode(text))
 
 
 SAY = Tool(
@@ -223,7 +224,7 @@ RUNNING_ON: dict[str, tuple[dict[str, Any], str]] = {
     "a string": ({"type": "string"}, "a"),
     "an integer": ({"type": "integer"}, "1"),
     "arrays in arrays": ({"type": "array"}, "["),
-    "the name in an address": ({"type": "string", "format": "email"}, "a"),
+    "the scheme of an address": ({"type": "string", "format": "uri"}, "a"),
 }
 
 

@@ -263,10 +263,13 @@ def test_shapes() -> None:
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     found = ask_for(text={"format": form, "verbosity": "low"}).params.grammar
     assert found is not None
-    assert (found.kind, json.loads(found.source), found.is_lenient) == (GrammarKind.JSON_SCHEMA, schema, False)
-    loose = ask_for(text={"format": {**form, "strict": None}}).params.grammar
-    assert loose is not None
-    assert loose.is_lenient
+    closed = {**schema, "additionalProperties": False}
+    assert (found.kind, json.loads(found.source)) == (GrammarKind.JSON_SCHEMA, closed)
+    odd = {**schema, "properties": {"a": {"type": "string", "format": "color"}}}
+    loose = ask_for(text={"format": {**form, "schema": odd, "strict": None}})
+    assert loose.unenforced == ("text.format.schema.properties.a.format",)
+    with pytest.raises(ApiError, match=r"^text\.format\.schema\.properties\.a\.format cannot be enforced"):
+        ask_for(text={"format": {**form, "schema": odd}})
     assert ask_for(text={"format": {"type": "json_object"}}).params.grammar == json_object_grammar()
     assert ask_for(guided_regex="a+").params.grammar == regex_grammar("a+")
     assert ask_for(text={"format": {"type": "text"}}).params.grammar is None

@@ -172,13 +172,13 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(client: OpenAI) -> None
     for options in ({}, {"stream": True}):
         with pytest.raises(openai.BadRequestError, match="uniqueItems") as info:
             ask(client, tools=[*TOOLS, tool], **options)
-        assert info.value.param == "tools[2].function.parameters"
+        assert info.value.param == "tools[2].function.parameters.properties.a.uniqueItems"
     tool["function"]["strict"] = False  # type: ignore[index]
     assert ask(client, tools=[*TOOLS, tool], max_tokens=2).choices
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": odd}}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as info:
         ask(client, tools=[], response_format=form)
-    assert info.value.param == "response_format.json_schema.schema"
+    assert info.value.param == "response_format.json_schema.schema.properties.a.uniqueItems"
 
 
 class Capital(BaseModel):

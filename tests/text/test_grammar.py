@@ -15,6 +15,7 @@ from quire.text.grammar import (
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
+    json_style,
     lark_json,
     lark_text,
     regex_grammar,
@@ -69,14 +70,27 @@ def test_what_is_no_choice_is_refused(choices: Any) -> None:
         choice_grammar(choices)
 
 
-def test_strictness_is_part_of_the_value() -> None:
-    assert json_schema_grammar({}) != json_schema_grammar({}, strict=False)
+def test_what_is_left_out_is_named_and_is_no_part_of_the_value() -> None:
+    loose = json_schema_grammar({"type": "string", "format": "color"}, strict=False)
+    assert loose.unenforced == ("format",)
+    assert loose == json_schema_grammar({"type": "string"})
+    with pytest.raises(InvalidRequest, match=r'^grammar: format cannot be enforced: "color" is not a format'):
+        json_schema_grammar({"type": "string", "format": "color"})
     assert json_object_grammar() == json_schema_grammar({"type": "object"})
     assert regex_grammar("a") == Grammar(GrammarKind.REGEX, "a")
 
 
 def test_choices_are_taken_word_for_word() -> None:
     assert choice_grammar(["a.b", "c|d"]).source == r"a\.b|c\|d"
+
+
+def test_names_that_others_may_join_are_written_without_escapes() -> None:
+    """The compiler would take \\u0061 for another name than the a of the list."""
+    opened = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    assert "json_allowed_escapes" in json_style(opened)
+    assert "json_allowed_escapes" in json_style({"items": opened})
+    assert "json_allowed_escapes" not in json_style({**opened, "additionalProperties": False})
+    assert "json_allowed_escapes" not in json_style({"enum": [opened]})
 
 
 def test_terms_of_lark() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,10 +45,10 @@ from quire.server.anthropic.types import (
     TokenCount,
     ToolUseBlock,
 )
-from quire.server.ask import Prompt
+from quire.server.ask import Ask, Prompt
 from quire.server.cache_view import CacheView, view
 from quire.server.call import IGNORED
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape
 from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -64,17 +65,19 @@ _encoder = msgspec.json.Encoder()
 async def messages(call: Call) -> Response:
     body = await call.body(MessagesRequest)
     ask = to_ask(body)
-    model = _served_name(call, body.model)
     edited = await _edited(call, body, ask.prompts[0])
-    ask = replace(ask, model=model, prompts=(edited.chat,))
-    with shape_errors(ask, shape_field(body)):
-        work = await call.open(ask)
-        num_hour_tokens = hour_tokens(call.service, work)
-        edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
-        reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
-        if ask.is_streaming:
-            return await call.stream(work, reply.events())
-        one = (await call.result(work))[0].completions[0]
+    ask = replace(ask, model=_served_name(call, body.model), prompts=(edited.chat,))
+    return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body, edited))
+
+
+async def _respond(call: Call, body: MessagesRequest, edited: Edited, ask: Ask) -> Response:
+    work = await call.open(ask)
+    num_hour_tokens = hour_tokens(call.service, work)
+    edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
+    reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
+    if ask.is_streaming:
+        return await call.stream(work, reply.events())
+    one = (await call.result(work))[0].completions[0]
     return call.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 

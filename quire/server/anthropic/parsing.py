@@ -26,7 +26,7 @@ from quire.server.anthropic.types import (
 )
 from quire.server.ask import Ask, Breakpoint, priority_of
 from quire.server.errors import ApiError, Kind
-from quire.server.shapes import shape_error
+from quire.server.shapes import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
@@ -47,7 +47,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 def to_ask(body: MessagesRequest) -> Ask:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
-    return Ask(
+    ask = Ask(
         model=body.model,
         prompts=(chat,),
         params=_params(body),
@@ -58,6 +58,7 @@ def to_ask(body: MessagesRequest) -> Ask:
         wants_cache=bool(body.cache),
         ignored=ignored,
     )
+    return with_unenforced(ask, shape_field(body))
 
 
 class Conversation(NamedTuple):

@@ -75,7 +75,10 @@ class ToolParam(Struct, frozen=True, kw_only=True):
     name: Annotated[str, _bounds(pattern=TOOL_NAME)]
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
-    strict: Annotated[bool | None, _says("Refuse a schema with keywords that cannot be held.")] = None
+    strict: Annotated[
+        bool | None,
+        _says("Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
     cache_control: CacheControl | None = None
     defer_loading: Annotated[bool | None, _says("Not shown to the model until a tool_reference names it.")] = None
 

@@ -42,7 +42,7 @@ from quire.server.ollama.types import (
 )
 from quire.server.openai.encoding import cache_view, finish_reason, finite, token_text
 from quire.server.openai.parsing import in_their_words
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 
 if TYPE_CHECKING:
@@ -81,14 +81,17 @@ async def generate(call: Call) -> Response:
 async def _generate(
     call: Call, body: OllamaBody, ask: Ask, make: MakeAnswer, *, is_raw: bool = False, has_context: bool = False
 ) -> Response:
-    with in_their_words(NAMES), shape_errors(ask, shape_field(body)):
+    async def respond(ask: Ask) -> Response:
         work = await call.open(ask)
         call.note(IGNORED, unmet(body, call.service, is_raw=is_raw))
         reply = Reply(work, body.model, make, has_context=has_context)
         if ask.is_streaming:
             return await call.stream(work, reply.lines())
         one = (await call.result(work))[0].completions[0]
-    return call.json(reply.whole(one))
+        return call.json(reply.whole(one))
+
+    with in_their_words(NAMES):
+        return await answer_in_shape(ask, shape_field(body), respond)
 
 
 async def _move(call: Call, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:

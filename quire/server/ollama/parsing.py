@@ -26,7 +26,7 @@ from quire.server.ollama.types import (
     OllamaToolCall,
 )
 from quire.server.openai.parsing import in_their_words
-from quire.server.shapes import shape_error
+from quire.server.shapes import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
@@ -130,7 +130,7 @@ def _ask(body: OllamaBody, prompt: Prompt) -> Ask:
     refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
     with in_their_words(NAMES):
-        return Ask(
+        ask = Ask(
             model=body.model,
             prompts=(prompt,),
             params=_params(body, options),
@@ -140,6 +140,7 @@ def _ask(body: OllamaBody, prompt: Prompt) -> Ask:
             wants_cache=bool(body.cache),
             ignored=tuple(_ignored(body, options)),
         )
+        return with_unenforced(ask, shape_field(body))
 
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -55,7 +56,7 @@ from quire.server.openai.types import (
     ToolCallDelta,
     TopLogprob,
 )
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape, with_unenforced
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 
@@ -78,13 +79,17 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 async def chat_completions(call: Call) -> Response:
     body = await call.body(ChatCompletionRequest)
     ask = parse_chat(body)
-    with in_their_words(_names(body)), shape_errors(ask, shape_field(body)):
-        work = await call.open(ask)
-        if ask.is_streaming:
-            head = head_of(work, "chatcmpl", "chat.completion.chunk")
-            encoder = chat_stream(head, ask, include_usage=includes_usage(body), new_parser=work.new_parser)
-            return await call.stream(work, events(work, encoder))
-        outputs = await call.result(work)
+    with in_their_words(_names(body)):
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+
+
+async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Response:
+    work = await call.open(ask)
+    if ask.is_streaming:
+        head = head_of(work, "chatcmpl", "chat.completion.chunk")
+        encoder = chat_stream(head, ask, include_usage=includes_usage(body), new_parser=work.new_parser)
+        return await call.stream(work, events(work, encoder))
+    outputs = await call.result(work)
     head = head_of(work, "chatcmpl", "chat.completion")
     num_thought_tokens = work.num_thought_tokens
     return call.json(whole_chat(head, outputs, work.usage, cache_view(work), work.new_parser, num_thought_tokens))
@@ -112,7 +117,8 @@ def parse_chat(body: ChatCompletionRequest) -> Ask:
         )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        return replace(ask_of(body, (chat,), params, _breakpoints(body)), ignored=ignored)
+        ask = replace(ask_of(body, (chat,), params, _breakpoints(body)), ignored=ignored)
+        return with_unenforced(ask, shape_field(body))
 
 
 def _names(body: ChatCompletionRequest) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +36,7 @@ from quire.server.openai.types import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape, with_unenforced
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,17 +48,21 @@ if TYPE_CHECKING:
 async def completions(call: Call) -> Response:
     body = await call.body(CompletionRequest)
     ask = parse_completion(body)
-    with in_their_words(NAMES), shape_errors(ask, shape_field(body)):
-        work = await call.open(ask)
-        tokenizer = call.service.text.tokenizer
-        echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
-        head = head_of(work, "cmpl", "text_completion")
-        if ask.is_streaming:
-            encoder = completion_stream(
-                head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
-            )
-            return await call.stream(work, events(work, encoder))
-        outputs = await call.result(work)
+    with in_their_words(NAMES):
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+
+
+async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
+    work = await call.open(ask)
+    tokenizer = call.service.text.tokenizer
+    echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
+    head = head_of(work, "cmpl", "text_completion")
+    if ask.is_streaming:
+        encoder = completion_stream(
+            head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
+        )
+        return await call.stream(work, events(work, encoder))
+    outputs = await call.result(work)
     answer = whole_completion(head, outputs, work.usage, cache_view(work), echoes, tokenizer)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
@@ -89,7 +94,7 @@ def parse_completion(body: CompletionRequest) -> Ask:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scores_prompt else None,
         )
-        return ask_of(body, prompts, params)
+        return with_unenforced(ask_of(body, prompts, params), shape_field(body))
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:

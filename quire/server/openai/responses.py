@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
+from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.openai.parsing import in_their_words
@@ -34,7 +36,7 @@ from quire.server.openai.responses_types import (
     ResponseUsage,
 )
 from quire.server.openai.types import ChatTokenLogprob, TopLogprob
-from quire.server.shapes import shape_errors
+from quire.server.shapes import answer_in_shape
 from quire.server.stream import told
 from quire.server.work import ClientGone
 
@@ -51,12 +53,16 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 async def responses(call: Call) -> Response:
     body = await call.body(ResponsesRequest)
     ask = parse_responses(body)
-    with in_their_words(names_of(body)), shape_errors(ask, shape_field(body)):
-        work = await call.open(ask)
-        reply = Reply(work, body)
-        if ask.is_streaming:
-            return await call.stream(work, reply.events())
-        return call.json(await reply.whole())
+    with in_their_words(names_of(body)):
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+
+
+async def _respond(call: Call, body: ResponsesRequest, ask: Ask) -> Response:
+    work = await call.open(ask)
+    reply = Reply(work, body)
+    if ask.is_streaming:
+        return await call.stream(work, reply.events())
+    return call.json(await reply.whole())
 
 
 class Reply:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -14,10 +16,11 @@ from quire.server.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_wor
 from quire.server.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.openai.responses_types import ITEMS, LOGPROBS, UNSUPPORTED, InputItem, InputPart, ResponsesRequest
 from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import Shape, parse_shape, unknown_format
-from quire.server.shapes import shape_error
+from quire.server.openai.tools import make_shape, unknown_format
+from quire.server.openai.tools import shape_field as body_shape_field
+from quire.server.shapes import with_unenforced
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
-from quire.text.grammar import json_object_grammar, json_schema_grammar
+from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tokenizer import check_text
 from quire.text.tools import MAX_CALL_ID_CHARS, ToolCall, check_call
 
@@ -56,11 +59,11 @@ def parse_responses(body: ResponsesRequest) -> Ask:
         plain = msgspec.structs.replace(body, n=1)
         params = params_of(plain, max_tokens=max_tokens, logprobs=_logprobs(body))
         if (shape := _text_shape(body)) is not None:
-            if (other := parse_shape(body)) is not None:
-                raise InvalidRequest(f"{other.field} and text.format exclude each other")
-            params = replace(params, grammar=shape.grammar)
+            if (other := body_shape_field(body)) is not None:
+                raise InvalidRequest(f"{other} and text.format exclude each other")
+            params = replace(params, grammar=make_shape(*shape).grammar)
         ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
-        return replace(ask, ignored=ignored, unenforced=unenforced)
+        return with_unenforced(replace(ask, ignored=ignored, unenforced=unenforced), shape_field(body))
 
 
 def names_of(body: ResponsesRequest) -> dict[str, str]:
@@ -233,21 +236,18 @@ def _checked(text: str, path: str) -> str:
 
 def shape_field(body: ResponsesRequest) -> str | None:
     """What the shape of the answer was asked for by."""
-    shape = _text_shape(body) or parse_shape(body)
-    return None if shape is None else shape.field
+    shape = _text_shape(body)
+    return body_shape_field(body) if shape is None else shape[0]
 
 
-def _text_shape(body: ResponsesRequest) -> Shape | None:
+def _text_shape(body: ResponsesRequest) -> tuple[str, Callable[[], Grammar]] | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return Shape("text.format", json_object_grammar())
+        return "text.format", json_object_grammar
     if form.type != "json_schema":
         raise unknown_format("text.format.type", form.type)
     if form.schema is None:
         raise InvalidRequest("text.format.schema is missing")
-    try:
-        return Shape("text.format.schema", json_schema_grammar(form.schema, strict=bool(form.strict)))
-    except InvalidRequest as error:
-        raise shape_error("text.format.schema", error) from None
+    return "text.format.schema", partial(json_schema_grammar, form.schema, strict=bool(form.strict))

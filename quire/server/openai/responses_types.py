@@ -101,7 +101,8 @@ class FunctionTool(Struct, kw_only=True):
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of the arguments.")] = None
     strict: Annotated[
-        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+        bool | None,
+        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
     ] = None
 
 

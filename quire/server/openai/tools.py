@@ -112,23 +112,37 @@ def _call(call: MessageToolCall, path: str) -> ToolCall:
 
 # Shapes
 
+_Make = tuple[str, Callable[[], Grammar]]  # the field that asks for a shape, and the shape
+
 
 def parse_shape(body: GenerationBody) -> Shape | None:
     """One of the ways to ask for it."""
-    found = [shape for shape in _shapes(body) if shape is not None]
-    if len(found) > 1:
-        raise InvalidRequest(f"{found[1].field} and {found[0].field} exclude each other")
-    return found[0] if found else None
+    found = _asked(body)
+    return None if found is None else make_shape(*found)
 
 
 def shape_field(body: GenerationBody) -> str | None:
-    shape = parse_shape(body)
-    return None if shape is None else shape.field
+    found = _asked(body)
+    return None if found is None else found[0]
 
 
-def _shapes(body: GenerationBody) -> Iterable[Shape | None]:
+def make_shape(field: str, make: Callable[[], Grammar]) -> Shape:
+    try:
+        return Shape(field, make())
+    except InvalidRequest as error:
+        raise shape_error(field, error) from None
+
+
+def _asked(body: GenerationBody) -> _Make | None:
+    found = list(_shapes(body))
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[1][0]} and {found[0][0]} exclude each other")
+    return found[0] if found else None
+
+
+def _shapes(body: GenerationBody) -> Iterable[_Make]:
     if isinstance(body.response_format, ResponseFormat):
-        yield _response_format(body.response_format)
+        yield from _response_format(body.response_format)
     if body.structured_outputs is not None:
         yield from _structured("structured_outputs.", body.structured_outputs)
     guided = StructuredOutputs(
@@ -137,20 +151,19 @@ def _shapes(body: GenerationBody) -> Iterable[Shape | None]:
     yield from _structured("guided_", guided)
 
 
-def _response_format(given: ResponseFormat) -> Shape | None:
+def _response_format(given: ResponseFormat) -> Iterable[_Make]:
     match given.type:
         case "text":
-            return None
+            return
         case "json_object":
-            return Shape("response_format", json_object_grammar())
+            yield "response_format", json_object_grammar
         case "json_schema":
             form = given.json_schema
             if form is None or form.schema is None:
                 missing = "json_schema" if form is None else "json_schema.schema"
                 raise InvalidRequest(f"response_format.{missing} is missing")
             schema, strict = form.schema, bool(form.strict)
-            field = "response_format.json_schema.schema"
-            return _shape(field, lambda: json_schema_grammar(schema, strict=strict))
+            yield "response_format.json_schema.schema", lambda: json_schema_grammar(schema, strict=strict)
         case other:
             raise unknown_format("response_format.type", other)
 
@@ -161,17 +174,17 @@ def unknown_format(field: str, given: str) -> InvalidRequest:
     return InvalidRequest(f"{field} = {given!r:.80} is not one of {', '.join(_FORMATS)}{where}")
 
 
-def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape | None]:
+def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
     if (schema := given.json) is not None:
-        yield _shape(f"{prefix}json", lambda: json_schema_grammar(_schema(schema)))
+        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema))
     if (pattern := given.regex) is not None:
-        yield _shape(f"{prefix}regex", lambda: regex_grammar(pattern))
+        yield f"{prefix}regex", lambda: regex_grammar(pattern)
     if (choices := given.choice) is not None:
-        yield _shape(f"{prefix}choice", lambda: choice_grammar(choices))
+        yield f"{prefix}choice", lambda: choice_grammar(choices)
     if (source := given.grammar) is not None:
-        yield _shape(f"{prefix}grammar", lambda: lark_grammar(source))
+        yield f"{prefix}grammar", lambda: lark_grammar(source)
     if given.json_object:
-        yield Shape(f"{prefix}json_object", json_object_grammar())
+        yield f"{prefix}json_object", json_object_grammar
 
 
 def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -184,10 +197,3 @@ def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequest("grammar is neither a schema nor the JSON text of one")
     return schema
-
-
-def _shape(field: str, make: Callable[[], Grammar]) -> Shape:
-    try:
-        return Shape(field, make())
-    except InvalidRequest as error:
-        raise shape_error(field, error) from None

@@ -60,7 +60,8 @@ class JsonSchemaFormat(Struct, kw_only=True):
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: Annotated[
-        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+        bool | None,
+        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
     ] = None
 
 
@@ -167,7 +168,8 @@ class FunctionDefinition(Struct, kw_only=True):
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
     strict: Annotated[
-        bool | None, Meta(description="Refuse a schema with keywords that cannot be held, instead of ignoring them.")
+        bool | None,
+        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
     ] = None
 
 

@@ -1,0 +1,322 @@
+"""Keywords of one JSON schema in the form the grammar compiler holds exactly: types, values, bounds, sizes. Pure.
+
+A function takes a `Draft`, reads the keywords it is about and writes their held form. What has none is dropped by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from quire.text.patterns import hold_pattern
+from quire.text.schema_closing import Closing
+from quire.text.schema_formats import ALSO, FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS
+from quire.text.schema_logic import KINDS, canonical
+from quire.text.schema_refs import Place
+
+MAX_OPTIONS = 64  # that one keyword is written out as
+MAX_ORDERS = 512  # of items that may not repeat
+MAX_ORDERS_CHARS = 16_384
+MAX_EXACT = 2**53  # whole numbers up to here are the same for every reader of JSON
+LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler takes
+MAX_COUNT = 2**31 - 1  # of minLength and its like
+MAX_MULTIPLE = 10_000  # the digits of a multipleOf: its automaton has as many states
+MAX_SHARED_MULTIPLE = 500  # where several may meet in one value, and the compiler multiplies them
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+Held = Any  # a schema for the compiler: a boolean or a dict
+
+
+@dataclass(slots=True)
+class Draft:
+    """A held schema that is being written."""
+
+    place: Place
+    kinds: frozenset[str]  # of values that `type` lets through
+    problems: dict[str, str]  # why a keyword is not enforced, by its path
+    closing: Closing
+    out: dict[str, Any] = field(default_factory=dict)
+    extra: list[Held] = field(default_factory=list)  # schemas that must match as well
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        schema: Mapping[str, Any] = self.place.schema
+        return schema
+
+    def drop(self, keyword: str, why: str) -> None:
+        self.problems.setdefault(self.place.at(keyword), why)
+
+    def one_of(self, kind: str, options: Iterable[Held]) -> None:
+        """Values of this kind match one of the options; those of other kinds pass."""
+        others = [one for one in KINDS if one != kind and one in self.kinds]
+        self.extra.append({"anyOf": [*options, *([{"type": others}] if others else [])]})
+
+    def count(self, keyword: str) -> int | None:
+        """The value of a keyword like maxLength."""
+        value = self.given.get(keyword)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON Schema takes 2.0 for a whole number
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            self.drop(keyword, "it is not a whole number from 0")
+        elif value > MAX_COUNT:
+            self.drop(keyword, f"it is more than {MAX_COUNT}")
+        else:
+            return value
+        return None
+
+
+def hold_type(draft: Draft) -> None:
+    types = draft.given["type"]
+    listed = types if isinstance(types, list) else [types]
+    unknown = [one for one in listed if one not in (*KINDS, "integer")]
+    if unknown or not listed:
+        draft.drop("type", f"{json.dumps(unknown[0] if unknown else types)[:40]} is not a type of JSON Schema")
+    else:
+        draft.out["type"] = types
+
+
+def hold_values(draft: Draft) -> None:
+    for keyword in ("enum", "const"):
+        if keyword not in draft.given:
+            continue
+        values = draft.given["enum"] if keyword == "enum" else [draft.given["const"]]
+        if not isinstance(values, list):
+            draft.drop(keyword, "it is not a list")
+        elif not all(_is_exact(value) for value in values):
+            draft.drop(keyword, f"it has a number beyond {MAX_EXACT} that readers of JSON round")
+        else:
+            draft.out[keyword] = draft.given[keyword]
+
+
+def _is_exact(value: object) -> bool:
+    """Whether the compiler writes the value as it is."""
+    match value:
+        case bool() | None | str():
+            return True
+        case int():
+            return abs(value) < 2**63 and int(float(value)) == value
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(_is_exact(item) for item in value)
+        case Mapping():
+            return all(_is_exact(item) for item in value.values())
+    return False
+
+
+# Numbers
+
+
+def hold_numbers(draft: Draft, *, has_many_multiples: bool) -> None:
+    if "number" not in draft.kinds:
+        return
+    for keyword in BOUNDS:
+        if keyword in draft.given:
+            _hold_bound(draft, keyword)
+    for keyword in ("minimum", "maximum"):
+        exclusive = f"exclusive{keyword.capitalize()}"
+        if draft.given.get(exclusive) is True and keyword in draft.out:  # as draft 4 says it
+            draft.out[exclusive] = draft.out.pop(keyword)
+    if "multipleOf" in draft.given:
+        _hold_multiple(draft, MAX_SHARED_MULTIPLE if has_many_multiples else MAX_MULTIPLE)
+
+
+def _hold_bound(draft: Draft, keyword: str) -> None:
+    value = draft.given[keyword]
+    if isinstance(value, bool) and keyword.startswith("exclusive"):
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        draft.drop(keyword, "it is not a number")
+    elif abs(value) > MAX_EXACT:
+        draft.drop(keyword, f"it is beyond {MAX_EXACT}")
+    elif value and abs(value) < LEAST_BOUND:
+        draft.drop(keyword, f"it is closer to 0 than {LEAST_BOUND:g}")
+    else:
+        draft.out[keyword] = value
+
+
+def _hold_multiple(draft: Draft, limit: int) -> None:
+    value = draft.given["multipleOf"]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e400:
+        draft.drop("multipleOf", "it is not a number above 0")
+        return
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    number = int("".join(map(str, digits))) * 10 ** max(0, exponent)
+    if number * (10 ** max(0, -exponent) if limit == MAX_SHARED_MULTIPLE else 1) > limit or exponent < -9:
+        draft.drop("multipleOf", "it has too many digits")
+    elif not _survives_doubling(value, number, max(0, -exponent)):
+        draft.drop("multipleOf", "it has no exact binary form")
+    else:
+        draft.out["multipleOf"] = value
+
+
+def _survives_doubling(value: float, number: int, num_decimals: int) -> bool:
+    """The compiler multiplies by ten until nothing is left behind the point; rounding may get in its way."""
+    value = float(value)
+    for _ in range(num_decimals):
+        if value.is_integer():
+            return False
+        value *= 10
+    return value == number
+
+
+# Strings
+
+
+def hold_strings(draft: Draft) -> None:
+    if "string" in draft.kinds:
+        for keyword in ("minLength", "maxLength"):
+            if (size := draft.count(keyword)) is not None:
+                draft.out[keyword] = size
+        if "pattern" in draft.given:
+            _hold_pattern(draft)
+    if "format" in draft.given:
+        _hold_format(draft)
+
+
+def _hold_pattern(draft: Draft) -> None:
+    pattern = draft.given["pattern"]
+    if not isinstance(pattern, str):
+        draft.drop("pattern", "it is not a string")
+        return
+    held = hold_pattern(pattern)
+    if held.problem:
+        draft.drop("pattern", held.problem)
+    _add_patterns(draft, held.sources)
+
+
+def _add_patterns(draft: Draft, sources: Iterable[str]) -> None:
+    for source in sources:
+        if "pattern" in draft.out:
+            draft.extra.append({"pattern": source})
+        else:
+            draft.out["pattern"] = source
+
+
+def _hold_format(draft: Draft) -> None:
+    name = draft.given["format"]
+    if not draft.kinds & {"string", "number"}:
+        return
+    if not isinstance(name, str):
+        draft.drop("format", "it is not a string")
+    elif name in NUMBER_FORMATS:
+        low, high = NUMBER_FORMATS[name]
+        if "number" in draft.kinds:
+            draft.extra.append({"minimum": low, "maximum": high})
+    elif "string" not in draft.kinds and (name in FORMATS or name in NATIVE_FORMATS):
+        pass  # it is about strings
+    elif name in FORMATS or name in NATIVE_FORMATS:
+        if name in NATIVE_FORMATS:
+            draft.out["format"] = name
+        for pattern in (table[name] for table in (FORMATS, ALSO) if name in table):
+            _add_patterns(draft, hold_pattern(pattern).sources)
+        if name in MAX_LENGTHS:
+            draft.extra.append({"maxLength": MAX_LENGTHS[name]})
+    else:
+        draft.drop("format", f"{json.dumps(name)[:40]} is not a format this server knows")
+
+
+# Arrays
+
+
+def hold_unique(draft: Draft, items: object) -> None:
+    """`items`: the schema of all items, with references followed; None: there are others."""
+    is_unique = draft.given["uniqueItems"]
+    most = draft.out.get("maxItems")
+    if is_unique is False or (most is not None and most <= 1):
+        return
+    if is_unique is not True:
+        draft.drop("uniqueItems", "it is neither true nor false")
+        return
+    values = _finite(items)
+    if values is None:
+        draft.drop("uniqueItems", "the items are not a short enum")
+        return
+    least, most = draft.out.get("minItems", 0), len(values) if most is None else min(most, len(values))
+    if sum(math.perm(len(values), size) for size in range(least, most + 1)) > MAX_ORDERS:
+        draft.drop("uniqueItems", f"there are more than {MAX_ORDERS} ways to order them")
+        return
+    orders = [list(one) for size in range(least, most + 1) for one in itertools.permutations(values, size)]
+    if len(json.dumps(orders)) > MAX_ORDERS_CHARS:
+        draft.drop("uniqueItems", "the items are not a short enum")
+        return
+    draft.one_of("array", [{"enum": orders}])
+
+
+def _finite(items: object) -> list[object] | None:
+    """All values of a schema, if they are few and plainly listed."""
+    if not isinstance(items, Mapping):
+        return None
+    values = [items["const"]] if "const" in items else items.get("enum")
+    if values is None and items.get("type") == "boolean":
+        values = [False, True]
+    if not isinstance(values, list) or len(values) > MAX_ORDERS or not all(_is_exact(value) for value in values):
+        return None
+    return list({canonical(value): value for value in values}.values())
+
+
+def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
+    """`item`: the schema to be contained. `other`: its negation, if it has one."""
+    least = draft.count("minContains")
+    least = 1 if least is None else least
+    most = draft.count("maxContains")
+    size = draft.out.get("maxItems")
+    if item is True or item == {}:  # what is contained is the whole array
+        draft.one_of("array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
+        return
+    if least:
+        if size is None or size > MAX_OPTIONS or math.comb(size, least) > MAX_OPTIONS:
+            draft.drop("contains", "an array without a small maxItems has too many places for it")
+        else:
+            places = itertools.combinations(range(size), least)
+            draft.one_of("array", [_items_at(chosen, item, True, chosen[-1] + 1) for chosen in places])
+    if most is not None and (size is None or size > most):
+        if size is None or other is None or size > MAX_OPTIONS or math.comb(size, most) > MAX_OPTIONS:
+            draft.drop("maxContains", "an array without a small maxItems has too many places for it")
+        else:
+            places = itertools.combinations(range(size), most)
+            draft.one_of("array", [_items_at(chosen, True, other, 0, size) for chosen in places])
+
+
+def _items_at(chosen: tuple[int, ...], item: Held, other: Held, least: int, size: int | None = None) -> Held:
+    """An array with some items of one schema, and all others of another."""
+    items = [item if place in chosen else other for place in range(least if size is None else size)]
+    return {"type": "array", "prefixItems": items, "minItems": least}
+
+
+# Objects
+
+
+def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
+    """`is_whole`: no other schema of the same value lists properties."""
+    least, most = draft.count("minProperties"), draft.count("maxProperties")
+    properties = draft.out.get("properties", {})
+    required = set(draft.out.get("required", ()))
+    optional = [name for name, schema in properties.items() if name not in required and schema is not False]
+    is_closed = draft.out.get("additionalProperties") is False and "patternProperties" not in draft.out
+    if least is not None and least > len(required):
+        if is_whole and not optional:
+            draft.out["minProperties"] = least
+        elif is_whole and is_closed and math.comb(len(optional), missing := least - len(required)) <= MAX_OPTIONS:
+            choices = itertools.combinations(optional, missing)
+            draft.one_of("object", [{"type": "object", "required": list(chosen)} for chosen in choices])
+        else:
+            draft.drop("minProperties", "too many properties are optional")
+    if most is not None and not (is_whole and is_closed and most >= len(required) + len(optional)):
+        if is_whole and not optional:
+            draft.out["maxProperties"] = most
+        elif is_whole and is_closed and math.comb(len(optional), room := max(0, most - len(required))) <= MAX_OPTIONS:
+            choices = itertools.combinations(optional, len(optional) - room)
+            draft.one_of(
+                "object", [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices]
+            )
+        else:
+            draft.drop("maxProperties", "too many properties are optional")

@@ -1,0 +1,84 @@
+"""Where references of a JSON schema lead: pointers, anchors and ids of the schema itself. Nothing is fetched. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin
+
+_VALUES = frozenset(("const", "enum", "default", "examples"))  # hold values, which are no schemas
+
+
+class Place(NamedTuple):
+    """A schema inside the one that was given."""
+
+    schema: Any
+    path: str  # as errors and headers name it: properties.email, anyOf[1]
+    base: str  # the address that its references are relative to
+
+    def child(self, *keys: str | int) -> Place:
+        schema, path, base = self
+        for key in keys:
+            schema = schema[key]
+            path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
+            base = _base(schema, base)
+        return Place(schema, path, base)
+
+    def at(self, keyword: str) -> str:
+        return f"{self.path}.{keyword}" if self.path else keyword
+
+
+class References:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = Place(root, "", _base(root, ""))
+        self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
+        self._anchors: dict[str, Place] = {}
+        level = [self.root]
+        while level:  # level by level, so that depth costs no stack
+            for place in level:
+                self._note(place)
+            level = [child for place in level for child in _children(place)]
+
+    def find(self, reference: str, base: str) -> Place | None:
+        try:
+            address, fragment = urldefrag(urljoin(base, reference))
+        except ValueError:
+            return None
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(f"{address}#{fragment}")
+        place = self._documents.get(address)
+        try:
+            for step in fragment.split("/")[1:] if place is not None else ():
+                assert place is not None
+                name = unquote(step).replace("~1", "/").replace("~0", "~")
+                place = place.child(int(name) if isinstance(place.schema, list) else name)
+        except (LookupError, TypeError, ValueError):
+            return None
+        return place
+
+    def _note(self, place: Place) -> None:
+        if not isinstance(place.schema, Mapping):
+            return
+        if isinstance(place.schema.get("$id"), str):
+            self._documents.setdefault(place.base, place)
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := place.schema.get(keyword), str):
+                self._anchors.setdefault(f"{place.base}#{anchor}", place)
+
+
+def _base(schema: Any, base: str) -> str:
+    address = schema.get("$id") if isinstance(schema, Mapping) else None
+    if not isinstance(address, str):
+        return base
+    try:
+        return urldefrag(urljoin(base, address))[0]
+    except ValueError:
+        return base
+
+
+def _children(place: Place) -> list[Place]:
+    if isinstance(place.schema, Mapping):
+        return [place.child(str(name)) for name in place.schema if name not in _VALUES]
+    if isinstance(place.schema, list):
+        return [place.child(i) for i in range(len(place.schema))]
+    return []

@@ -1,0 +1,96 @@
+"""Patterns of JSON schemas in the dialect of the compiler, and what is left out of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.text.patterns import MAX_NESTING, any_text_but, hold_pattern, start_apart
+from tests.schema_suite import allows, compiled, spellings
+
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+PASSWORD = r"^(?=.*[A-Z])(?=.*\d).{8,}$"
+
+# pattern, texts that match, texts that do not
+EXACT: list[tuple[str, list[str], list[str]]] = [
+    ("", ["", "x"], []),
+    ("bc", ["bc", "abcd"], ["b", "ac"]),
+    ("^[a-z0-9-]{3,20}$", ["a-slug", "abc"], ["ab", "A-slug", "a" * 21]),
+    ("^.$", ["a", '"', "\\"], ["\n", "\r", "\u2028", "ab"]),
+    (r"^\S+$", ["ab", "\u0085"], ["a b", "\ufeff", "\u00a0"]),
+    (r"^\d\D\w\W$", ["1a_-"], ["٣a_-", "1aé-"[:3] + "b"]),
+    (r'^[^"]*$', ["", "a\\n\n"], ['"', 'a"b']),
+    (r"^[^\\]+$", ["a", '"'], ["\\"]),
+    (r'^(?:[^"\n]|\n)$', ["a", "\n"], ['"']),
+    ("^[a&&b]$", ["a", "&"], ["c"]),
+    ("^[[]$", ["["], ["a"]),
+    (r"^[\w-.]$", ["a", "-", "."], [","]),
+    (r"^[+-\d]$", ["+", "-", "7"], [","]),
+    (r"^\u0041\x42\cJ\t$", ["AB\n\t"], ["AB"]),
+    (r"^\uD83D\uDE00\u{1F600}$", ["😀😀"], ["😀"]),
+    (r"^\p{Lu}\p{Script=Greek}[\p{L}'-]$", ["Éπ'", "Aπ-"], ["éπ'", "Aa'"]),
+    (r"^[^\p{P}]$", ["a", "\n"], ['"', "\\", "-"]),
+    ("(^a|b$)", ["ax", "xb"], ["xa", "bx"]),
+    ("a|^b|c$", ["xa", "bx", "xc"], ["xb", "cx"]),
+    ("^a{2,}?b*?$", ["aa", "aab"], ["a"]),
+    ("^(?<year>[0-9]{4})-(?:0|1)$", ["2026-1"], ["2026-2"]),
+    ("^{.*}$", ["{x}"], ["x"]),
+    (r"^\/a\-b\.$", ["/a-b."], ["/a-bx"]),
+    ("[^]", ["a", "\n"], [""]),
+    (PASSWORD, ["Secret123", "aaaaaaA1"], ["secret123", "Secretttt", "S1"]),
+    (any_text_but(["cat", "car", 'd"\\']), ["", "ca", "cart", "dog", 'd"'], ["cat", "car", 'd"\\']),
+    (any_text_but([""]), ["a"], [""]),
+]
+
+
+def texts_allowed(pattern: str, texts: list[str]) -> list[str]:
+    schema = {"type": "string", "allOf": [{"pattern": source} for source in hold_pattern(pattern).sources]}
+    matcher = compiled(schema)
+    return [text for text in texts if any(allows(matcher, one) for one in spellings(text))]
+
+
+@pytest.mark.parametrize(("pattern", "right", "wrong"), EXACT, ids=[row[0] for row in EXACT])
+def test_exact_patterns(pattern: str, right: list[str], wrong: list[str]) -> None:
+    assert hold_pattern(pattern).problem == ""
+    assert texts_allowed(pattern, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem", "right", "wrong"),
+    [
+        (ZOD_EMAIL, "a look-around is not supported", ["a.b@c.org", ".a@c.org"], ["a@c", "a b@c.org"]),
+        (r"\bfoo\b", "a word boundary is not supported", ["foo", "xfoox"], ["fo"]),
+        (r"^(a|b)\1$", "a back-reference is not supported", ["aa", "ab"], ["ca"]),
+        (r"^a(?=b).$", "a look-around is not supported", ["ab", "ac"], ["a"]),
+        ("a^b", "^ in the middle is not supported", ["ab"], ["ba"]),
+    ],
+)
+def test_assertions_are_left_out_and_told(pattern: str, problem: str, right: list[str], wrong: list[str]) -> None:
+    assert hold_pattern(pattern).problem == problem
+    assert texts_allowed(pattern, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a", "a)", "[a", "a**", "*a", "a{3,2}", "(?i)a", "(?>a)", r"\q", "\\", r"\p{Klingon}", "[b-a]", r"\u{110000}",
+     "(?:a{200}){200}", "(" * (MAX_NESTING + 1), r"\xZ", "(?=a)*"],
+)  # fmt: skip
+def test_what_cannot_be_read_holds_nothing(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    assert held.sources == ()
+    assert held.problem
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_apart"),
+    [
+        ("^a", "^b", True),
+        ("^x-a", "^x-b", True),
+        ("^[a-z]+$", "^[0-9]", False),  # a repeated class is not looked at
+        ("^[a-z]", "^[0-9]", True),
+        ("^a", "^ab", False),
+        ("a", "^b", False),
+        ("^a|^c", "^b", False),
+    ],
+)
+def test_patterns_whose_first_characters_differ(one: str, other: str, is_apart: bool) -> None:
+    assert start_apart(hold_pattern(one), hold_pattern(other)) is is_apart

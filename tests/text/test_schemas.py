@@ -1,0 +1,426 @@
+"""Every keyword of JSON Schema is enforced or named: a table of schemas, with instances that match and that do not."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import jsonschema_rs
+import llguidance
+import pytest
+
+from quire.text.grammar import json_schema_grammar
+from quire.text.schemas import SchemaNotHeld, hold_schema
+from tests.schema_suite import allows, compiled, spellings, without
+
+
+class Row(NamedTuple):
+    schema: dict[str, Any]
+    right: Sequence[Any] = ()
+    wrong: Sequence[Any] = ()
+    named: tuple[str, ...] = ()  # what is not enforced
+
+
+def obj(properties: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": "object", **({} if properties is None else {"properties": properties}), **more}
+
+
+def arr(**more: Any) -> dict[str, Any]:
+    return {"type": "array", **more}
+
+
+INT, STR = {"type": "integer"}, {"type": "string"}
+DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+COLORS = {"enum": ["red", "green", "blue"]}
+BIG = 2**53 + 1
+TREE = {"$defs": {"node": obj({"kids": arr(items={"$ref": "#/$defs/node"})})}, "$ref": "#/$defs/node"}
+
+ROWS: dict[str, Row] = {
+    # types and values
+    "type": Row(INT, [1, -7], [1.5, "1", None]),
+    "types": Row({"type": ["string", "null"]}, ["a", None], [1, False]),
+    "an unknown type": Row({"type": "any"}, [1, "a", None], [], ("type",)),
+    "an unknown type among others": Row({"type": ["string", "date"]}, ["a"], [], ("type",)),
+    "const": Row({"const": {"a": [1, None]}}, [{"a": [1, None]}], [{"a": [1]}, {}]),
+    "a long const": Row({"const": "x" * 5000}, ["x" * 5000], ["x" * 4999]),
+    "a large const": Row({"const": 2**62}, [2**62], [2**62 + 1]),
+    "a const that readers round": Row({"const": BIG}, [BIG], [BIG - 1], ("const",)),
+    "enum": Row(COLORS, ["red"], ["pink", 1]),
+    "an enum of kinds": Row({"enum": [1, "1", True, None, []]}, [1, "1", True, None, []], [0, False, [1]]),
+    "an enum that is no list": Row({"enum": "red"}, ["red"], [], ("enum",)),
+    # numbers
+    "minimum": Row({"type": "number", "minimum": 5}, [5, 7.5], [4.9, -6]),
+    "exclusive bounds": Row({**INT, "exclusiveMinimum": 0, "exclusiveMaximum": 3}, [1, 2], [0, 3]),
+    "exclusive bounds of draft 4": Row({**DRAFT_4, **INT, "minimum": 0, "exclusiveMinimum": True}, [1], [0]),
+    "a bound beyond what is exact": Row({**INT, "minimum": BIG}, [BIG], [0], ("minimum",)),
+    "a bound that is no number": Row({**INT, "maximum": "7"}, [1], [], ("maximum",)),
+    "multipleOf": Row({"type": "number", "multipleOf": 0.25}, [0.75, -2], [0.3]),
+    "multipleOf of many digits": Row({**INT, "multipleOf": 99999999}, [99999999], [5], ("multipleOf",)),
+    "multipleOf that rounding breaks": Row({"type": "number", "multipleOf": 0.07}, [0.14], [0.1], ("multipleOf",)),
+    "multipleOf twice": Row({**INT, "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [12, 24], [4, 6, 8]),
+    "bounds of other kinds": Row({**STR, "minimum": "x", "multipleOf": -1}, ["a"], [1]),
+    # strings
+    "lengths": Row({**STR, "minLength": 2, "maxLength": 3}, ["ab", "äöü", "😀😀"], ["a", "abcd"]),
+    "a length with a point": Row({**STR, "maxLength": 2.0}, ["ab"], ["abc"]),
+    "a length that is none": Row({**STR, "maxLength": -1}, ["ab"], [], ("maxLength",)),
+    "pattern": Row({**STR, "pattern": "^[a-c]+$"}, ["abc"], ["abd", ""]),
+    "a pattern without quotes": Row({**STR, "pattern": '^[^"]+$'}, ["a\\b"], ['a"b']),
+    "a pattern with look-aheads that may stand alone": Row(
+        {**STR, "pattern": r"^(?=.*\d)(?=.*[a-z]).{3,5}$"}, ["ab1", "1a..."], ["abc", "123", "a1", "a1...."]
+    ),
+    "a pattern with a look-ahead": Row({**STR, "pattern": "^(?!a)[a-z]+$"}, ["ba"], ["ab", "7"], ("pattern",)),
+    "a pattern with a word boundary": Row({**STR, "pattern": r"\bx\b"}, ["a x"], ["axb", "y"], ("pattern",)),
+    "a pattern that is none": Row({**STR, "pattern": "(a"}, ["a"], [], ("pattern",)),
+    "a date": Row({**STR, "format": "date"}, ["2024-02-29", "2000-02-29"], ["2023-02-29", "1900-02-29", "2024-2-1"]),
+    "a time": Row({**STR, "format": "time"}, ["12:30:00Z", "23:59:60Z"], ["12:30:60Z", "12:30"]),
+    "a date-time": Row({**STR, "format": "date-time"}, ["2024-02-29T00:00:00+01:00"], ["2023-02-29T00:00:00Z"]),
+    "e-mail": Row({**STR, "format": "email"}, ["a.b@c.org"], ["a.b", "@c.org", "a" * 65 + "@c.org"]),
+    "a host": Row({**STR, "format": "hostname"}, ["a-b.example.com"], ["-a.com", "a_b", "a" * 64]),
+    "a pointer": Row({**STR, "format": "json-pointer"}, ["", "/a/0"], ["a", "/~2"]),
+    "an unknown format": Row({**STR, "format": "color"}, ["red"], [1], ("format",)),
+    "a format of integers": Row({**INT, "format": "int32"}, [2**31 - 1], [2**31]),
+    "a format of large integers": Row({**INT, "format": "int64"}, [2**31], [], ("format",)),
+    "a format of another kind": Row({**INT, "format": "date"}, [1], ["2024-01-01"]),
+    "two formats": Row({**STR, "format": "date", "pattern": "^2024"}, ["2024-01-01"], ["2023-01-01"]),
+    # arrays
+    "items": Row(arr(items=INT), [[], [1, 2]], [["a"], [1, None]]),
+    "sizes": Row(arr(minItems=1, maxItems=2.0), [[1], [1, 2]], [[], [1, 2, 3]]),
+    "prefixItems": Row(arr(prefixItems=[INT, STR], items=False), [[1, "a"], [1]], [["a"], [1, "a", 2]]),
+    "items of draft 7": Row({**DRAFT_7, **arr(items=[INT], additionalItems=STR)}, [[1, "a"]], [["a"], [1, 2]]),
+    "uniqueItems of an enum": Row(arr(items=COLORS, uniqueItems=True), [[], ["red", "blue"]], [["red", "red"]]),
+    "uniqueItems by reference": Row(
+        {**arr(items={"$ref": "#/$defs/c"}, uniqueItems=True), "$defs": {"c": COLORS}}, [["red"]], [["red", "red"]]
+    ),
+    "uniqueItems of booleans": Row(arr(items={"type": "boolean"}, uniqueItems=True), [[True, False]], [[True, True]]),
+    "uniqueItems of one": Row(arr(maxItems=1, uniqueItems=True), [[1]], [[1, 1]]),
+    "uniqueItems that is off": Row(arr(uniqueItems=False), [[1, 1]], []),
+    "uniqueItems of anything": Row(arr(uniqueItems=True), [[1, 2]], [[1, 1]], ("uniqueItems",)),
+    "uniqueItems of a long enum": Row(arr(items={"enum": [*range(9)]}, uniqueItems=True), [[1]], [], ("uniqueItems",)),
+    "contains in a short array": Row(arr(maxItems=3, contains={"const": 1}), [[1], [0, 0, 1]], [[], [0, 2]]),
+    "contains with bounds": Row(
+        arr(maxItems=4, contains={"const": 1}, minContains=2, maxContains=3),
+        [[1, 1], [0, 1, 1, 1]],
+        [[1], [0, 0, 1], [1, 1, 1, 1]],
+    ),
+    "contains of anything": Row(arr(contains={}, maxContains=2), [[1], [1, 2]], [[], [1, 2, 3]]),
+    "contains that may be absent": Row(arr(contains={"const": 1}, minContains=0), [[], [1]], []),
+    "contains in a long array": Row(arr(contains={"const": 1}), [[0, 1]], [[0]], ("contains",)),
+    "contains what cannot be held": Row(
+        arr(maxItems=2, contains={"format": "x", "type": "string"}), [["a"]], [[1]], ("contains",)
+    ),
+    "unevaluatedItems": Row(arr(prefixItems=[INT], unevaluatedItems=False), [[1]], [[1, 2]]),
+    "unevaluatedItems beside others": Row(
+        arr(allOf=[{"prefixItems": [INT]}], unevaluatedItems=False), [[1]], [[1, 2]], ("unevaluatedItems",)
+    ),
+    # objects
+    "no properties": Row(obj(), [{}, {"any": [1]}], [[]]),
+    "properties are all there are": Row(obj({"a": INT}), [{}, {"a": 1}], [{"a": "x"}]),
+    "additionalProperties": Row(obj({"a": INT}, additionalProperties=STR), [{"a": 1, "b": "x"}], [{"a": 1, "b": 2}]),
+    "required": Row(obj({"a": INT, "b": INT}, required=["b"]), [{"b": 1}, {"a": 1, "b": 2}], [{}, {"a": 1}]),
+    "required and not listed": Row(obj({"a": INT}, required=["b"]), [{"a": 1, "b": None}], [{"a": 1}]),
+    "patternProperties": Row(
+        obj(patternProperties={"^n_": INT, "^s_": STR}, additionalProperties=False),
+        [{"n_a": 1, "s_a": "x"}],
+        [{"n_a": "x"}, {"x": 1}],
+    ),
+    "patternProperties and properties": Row(
+        obj({"n_a": {"maximum": 5}}, patternProperties={"^n_": INT}), [{"n_a": 5, "n_b": 9}], [{"n_a": 6}, {"n_b": "x"}]
+    ),
+    "patterns that overlap": Row(
+        obj(patternProperties={"a": INT, "b": {"minimum": 5}}, additionalProperties=False),
+        [{"a": 1, "b": 7}],
+        [{"c": 1}],
+        ("patternProperties",),
+    ),
+    "patterns that overlap and agree": Row(
+        obj(patternProperties={"a": INT, "b": INT}, additionalProperties=False), [{"a": 1}], [{"b": "x"}, {"c": 1}]
+    ),
+    "a pattern of names that is none": Row(
+        obj(patternProperties={r"\bx": INT}, additionalProperties=False),
+        [{"x": 1}],
+        [{"x": "a"}],
+        (r"patternProperties.\bx", "additionalProperties"),
+    ),
+    "propertyNames by pattern": Row(
+        obj(propertyNames={"pattern": "^[a-z]+$"}, additionalProperties=INT), [{"ab": 1}], [{"A": 1}, {"ab": "x"}]
+    ),
+    "propertyNames by length": Row(obj(propertyNames={"maxLength": 2}), [{"ab": 1}], [{"abc": 1}]),
+    "propertyNames by enum": Row(obj(propertyNames=COLORS, additionalProperties=INT), [{"red": 1}], [{"pink": 1}]),
+    "propertyNames beside properties": Row(
+        obj({"A": INT}, propertyNames={"pattern": "^[a-z]$"}), [{}], [{"A": 1}], ("propertyNames",)
+    ),
+    "no names": Row(obj(propertyNames=False), [{}], [{"a": 1}]),
+    "sizes of maps": Row(obj(minProperties=1, maxProperties=2), [{"a": 1}], [{}, {"a": 1, "b": 2, "c": 3}]),
+    "at least one of the properties": Row(obj({"a": INT, "b": INT}, minProperties=1), [{"a": 1}, {"b": 1}], [{}]),
+    "at most one of the properties": Row(
+        obj({"a": INT, "b": INT, "c": INT}, maxProperties=1), [{}, {"c": 1}], [{"a": 1, "b": 1}]
+    ),
+    "sizes of half open objects": Row(
+        obj({"a": INT}, minProperties=2, additionalProperties=True), [{"a": 1, "b": 1}], [{"a": 1}], ("minProperties",)
+    ),
+    "dependentRequired": Row(
+        obj({"a": INT, "b": INT}, dependentRequired={"a": ["b"]}), [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]
+    ),
+    "dependentSchemas": Row(
+        obj({"a": INT, "b": {}}, dependentSchemas={"a": {"properties": {"b": INT}, "required": ["b"]}}),
+        [{"b": "x"}, {"a": 1, "b": 1}],
+        [{"a": 1}, {"a": 1, "b": "x"}],
+    ),
+    "dependencies of draft 7": Row(obj({"a": INT, "b": INT}, dependencies={"a": ["b"]}), [{"b": 1}], [{"a": 1}]),
+    "unevaluatedProperties": Row(
+        obj({"a": INT}, allOf=[{"properties": {"b": INT}}], unevaluatedProperties=False),
+        [{"a": 1, "b": 1}],
+        [{"a": 1, "c": 1}],
+    ),
+    "unevaluatedProperties beside a condition": Row(
+        obj({"a": INT}, **{"if": {"required": ["a"]}, "then": {"properties": {"b": {}}}}, unevaluatedProperties=False),
+        [{"a": 1}],
+        [{"a": "x"}],
+        ("unevaluatedProperties",),
+    ),
+    # schemas of the same value
+    "allOf": Row({"allOf": [{"minimum": 1}, {"maximum": 3}, INT]}, [1, 3], [0, 4, "a"]),
+    "allOf of objects": Row(
+        {"allOf": [obj({"a": INT}, required=["a"]), obj({"b": INT})]}, [{"a": 1, "b": 2}], [{"b": 2}, {"a": "x"}]
+    ),
+    "anyOf": Row({"anyOf": [INT, {"const": "a"}]}, [1, "a"], ["b", None]),
+    "anyOf beside properties": Row(
+        obj({"a": INT, "b": INT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]), [{"a": 1}, {"b": 1}], [{}]
+    ),
+    "anyOf that adds properties": Row(
+        obj({"a": INT}, anyOf=[{"properties": {"b": INT}, "required": ["b"]}, {"properties": {"c": STR}}]),
+        [{"a": 1, "b": 1}, {"a": 1, "c": "x"}],
+        [{"a": 1, "c": 1}],
+    ),
+    "oneOf by type": Row({"oneOf": [INT, STR]}, [1, "a"], [None]),
+    "oneOf by tag": Row(
+        {
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "$defs": {
+                "cat": obj({"kind": {"const": "cat"}, "x": INT}, required=["kind"]),
+                "dog": obj({"kind": {"const": "dog"}, "x": STR}, required=["kind"]),
+            },
+        },
+        [{"kind": "cat", "x": 1}, {"kind": "dog", "x": "a"}],
+        [{"kind": "cat", "x": "a"}, {"x": 1}],
+    ),
+    "oneOf by many tags": Row(
+        {"oneOf": [obj({"n": {"const": i}, "x": INT}, required=["n"]) for i in range(300)]},
+        [{"n": 299, "x": 1}],
+        [{"n": 300}, {"x": 1}],
+    ),
+    "oneOf of labelled values": Row({"oneOf": [{"const": i, "title": "T"} for i in range(500)]}, [499], [500]),
+    "oneOf by names": Row(
+        {"oneOf": [obj({"a": INT}, required=["a"]), obj({"b": INT}, required=["b"])]}, [{"a": 1}], [{}, {"a": "x"}]
+    ),
+    "oneOf by ranges": Row({"oneOf": [{**INT, "maximum": 0}, {**INT, "minimum": 1}]}, [0, 1], ["a"]),
+    "oneOf that has an opposite": Row(
+        obj({"a": INT, "b": INT}, oneOf=[{"required": ["a"]}, {"required": ["b"]}]), [{"a": 1}], [{}, {"a": 1, "b": 1}]
+    ),
+    "oneOf that overlaps": Row(
+        {"oneOf": [{**STR, "pattern": "a"}, {**STR, "pattern": "b"}]}, ["a"], ["ab", "c"], ("oneOf",)
+    ),
+    "not a type": Row({"not": {"type": ["string", "null"]}}, [1, []], ["a", None]),
+    "not an integer": Row({"not": INT}, ["a"], [1], ("not",)),
+    "not a value": Row({**STR, "not": {"const": "no"}}, ["n", "now", ""], ["no"]),
+    "not some values": Row({"not": {"enum": [1, 3, "a", True]}}, [2, 0.5, "ab", False, None], [1, 3, "a", True]),
+    "not these names": Row(
+        {**obj({"a": INT, "b": INT}), "not": {"required": ["a", "b"]}}, [{"a": 1}, {}], [{"a": 1, "b": 1}]
+    ),
+    "not short": Row({**STR, "not": {"maxLength": 2}}, ["abc"], ["ab"]),
+    "not not": Row({"not": {"not": INT}}, [1], ["a"]),
+    "not any of": Row({"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, [1], ["a", None]),
+    "not a format": Row({**STR, "not": {"format": "date"}}, ["a"], [], ("not",)),
+    "if, then and else": Row(
+        {"if": {"type": "string"}, "then": {"minLength": 2}, "else": {"minimum": 5}}, ["ab", 5], ["a", 4]
+    ),
+    "if by a tag": Row(
+        obj(
+            {"kind": {"enum": ["a", "b"]}, "x": {}},
+            required=["kind", "x"],
+            **{"if": {"properties": {"kind": {"const": "a"}}}, "then": {"properties": {"x": INT}}},
+        ),
+        [{"kind": "a", "x": 1}, {"kind": "b", "x": "s"}],
+        [{"kind": "a", "x": "s"}],
+    ),
+    "if by a pattern": Row({"if": {"pattern": "^a"}, "then": {"maxLength": 2}}, ["ab"], ["abc"], ("if",)),
+    # references
+    "a definition": Row({"$ref": "#/$defs/a", "$defs": {"a": INT}}, [1], ["a"]),
+    "a definition of draft 7": Row({**obj({"x": {"$ref": "#/definitions/a"}}), "definitions": {"a": INT}}, [{"x": 1}]),
+    "a reference with siblings": Row({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": INT}}, [3], [4, "a"]),
+    "a tree": Row(TREE, [{}, {"kids": [{"kids": []}]}], [{"kids": [1]}]),
+    "the root": Row(obj({"next": {"$ref": "#"}}), [{"next": {"next": {}}}], [{"next": 1}]),
+    "an anchor": Row({"$ref": "#x", "$defs": {"a": {"$anchor": "x", **INT}}}, [1], ["a"]),
+    "an id": Row({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **INT}}}, [1], ["a"]),
+    "a pointer with escapes": Row({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": INT}}, [1], ["a"]),
+    "a remote reference": Row(obj({"a": {"$ref": "https://x.org/s"}}), [{"a": 1}], [[]], ("properties.a.$ref",)),
+    "a reference into the void": Row({"$ref": "#/$defs/b", "$defs": {}}, [1], [], ("$ref",)),
+    "a dynamic reference": Row({"$dynamicRef": "#x"}, [1], [], ("$dynamicRef",)),
+    "a problem in a definition": Row(
+        {**arr(items={"$ref": "#/$defs/a"}), "$defs": {"a": {**STR, "format": "x"}}},
+        [["a"]],
+        [[1]],
+        ("$defs.a.format",),
+    ),
+    # what says nothing
+    "annotations": Row({"title": "T", "default": 1, "examples": [2], "x-other": {"not": {}}, **INT}, [1], ["a"]),
+    "a property named like a keyword": Row(obj({"not": INT, "$ref": STR}), [{"not": 1, "$ref": "a"}], [{"not": "a"}]),
+    "no schema": Row({"items": 7}, [[1]], [], ("items",)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_keyword_is_enforced_or_named(row: Row) -> None:
+    grammar = json_schema_grammar(row.schema, strict=False)
+    assert grammar.unenforced == row.named
+    matcher = compiled(json.loads(grammar.source))
+    rest = without(row.schema, row.named)
+    for value in row.right:
+        assert any(allows(matcher, text) for text in spellings(value)), f"{value} is not allowed"
+    for value in row.wrong:
+        is_allowed = any(allows(matcher, text) for text in spellings(value))
+        assert not is_allowed or (row.named and jsonschema_rs.is_valid(rest, value)), f"{value} is allowed"
+
+
+def written(matcher: llguidance.LLMatcher, rng: random.Random) -> str | None:
+    """A random text that the grammar allows. None: it did not end, or has half a character."""
+    state = matcher.deep_copy()
+    text = bytearray()
+    while len(text) < 200 and not state.is_stopped():
+        mask = state.compute_bitmask()
+        choices = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        if not choices or (state.is_accepting() and rng.random() < 0.4):
+            break
+        weights = [20 if byte in b'"}],0123456789' else 6 if 32 <= byte < 127 else 1 for byte in choices]
+        text += bytes(rng.choices(choices, weights))
+        state.consume_token(text[-1])
+    try:
+        return text.decode() if state.is_accepting() or state.is_stopped() else None
+    except UnicodeDecodeError:
+        return None
+
+
+# Two are left out: one is no schema of any draft, the other forbids more without its patterns than with them.
+JUDGED = [row for name, row in ROWS.items() if name not in ("bounds of other kinds", "patterns that overlap")]
+
+
+@pytest.mark.parametrize("row", JUDGED)
+def test_what_a_grammar_lets_through_matches_what_is_not_named(row: Row) -> None:
+    matcher = compiled(hold_schema(row.schema).schema)
+    judge = jsonschema_rs.validator_for(without(row.schema, row.named), validate_formats=True)
+    for seed in range(6):
+        text = written(matcher, random.Random(seed))
+        if text is not None and not re.search(r"[eE][+-]?\d{4}", text):  # what Python reads as a number
+            assert judge.is_valid(json.loads(text, parse_float=Decimal)), text
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.named])
+def test_strict_refuses_the_keyword_by_name(row: Row) -> None:
+    with pytest.raises(SchemaNotHeld) as caught:
+        hold_schema(row.schema, strict=True)
+    assert caught.value.path == row.named[0]
+    assert "lenient" not in str(caught.value)
+    assert "coerce" not in str(caught.value)
+
+
+CLOSED = {"type": "object", "properties": {"a": INT}}
+NAMES: list[tuple[dict[str, Any], bool]] = [
+    (CLOSED, False),
+    ({"type": "object"}, True),
+    ({"type": "object", "required": ["a"]}, True),
+    ({**CLOSED, "additionalProperties": True}, True),
+    ({**CLOSED, "patternProperties": {"^other$": INT}}, True),
+    ({**CLOSED, "patternProperties": {"^x": INT}}, False),
+    ({"allOf": [CLOSED, {"properties": {"other": {}}}]}, True),
+    ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, False),
+    ({"$ref": "#/$defs/c", "properties": {"other": INT}, "$defs": {"c": CLOSED}}, True),
+    ({"$ref": "#/$defs/c", "properties": {"b": INT}, "$defs": {"c": CLOSED}}, False),
+    ({"anyOf": [CLOSED, {"type": "string"}]}, False),
+    ({"anyOf": [CLOSED, {"type": "object"}]}, True),
+    ({**CLOSED, "anyOf": [{"required": ["a"]}]}, False),
+    ({**CLOSED, "anyOf": [{"properties": {"other": INT}}, {"properties": {"b": INT}}]}, True),
+    ({**CLOSED, "anyOf": [{"properties": {"c": INT}}, {"properties": {"b": INT}}]}, False),
+    ({**CLOSED, "if": {"required": ["a"]}, "then": {"properties": {"other": {}}}}, True),
+    ({**CLOSED, "required": ["other"]}, True),
+    ({**CLOSED, "minProperties": 2}, True),
+    ({**CLOSED, "not": {"properties": {"other": INT}, "required": ["other"]}}, False),
+    ({"allOf": [{"allOf": [CLOSED]}, {"additionalProperties": INT}]}, True),
+]
+
+
+@pytest.mark.parametrize(("schema", "is_open"), NAMES)
+def test_names_that_are_not_listed(schema: dict[str, Any], is_open: bool) -> None:
+    """`other` is a name that the model made up, unless some schema of the value says otherwise."""
+    matcher = compiled(hold_schema(schema).schema)
+    assert any(allows(matcher, text) for text in spellings({"a": 1, "other": 2})) is is_open
+
+
+def test_objects_described_in_two_places_are_not_closed_against_each_other() -> None:
+    first = {"properties": {"x": {"properties": {"a": INT}, "required": ["a"]}}}
+    second = {"properties": {"x": {"properties": {"b": INT}, "required": ["b"]}}}
+    matcher = compiled(hold_schema({"allOf": [first, second]}).schema)
+    assert allows(matcher, '{"x": {"a": 1, "b": 2}}')
+    assert not allows(matcher, '{"x": {"a": 1}}')
+    assert not allows(matcher, '{"y": 1}')
+
+
+def test_a_listed_name_cannot_be_written_as_another() -> None:
+    schema = {"properties": {"a": INT}, "additionalProperties": STR, "type": "object"}
+    matcher = compiled(hold_schema(schema).schema)
+    assert allows(matcher, '{"a": 1, "b": "x"}')
+    assert not allows(matcher, '{"\\u0061": "x"}')
+
+
+def defined(number: int) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/d{number}"}
+
+
+ALL_KEYWORDS = (
+    *(
+        "type",
+        "enum",
+        "const",
+        "properties",
+        "required",
+        "items",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "$ref",
+    ),
+    *("pattern", "format", "minimum", "dependentRequired", "dependencies", "propertyNames", "patternProperties", "$id"),
+    *("contains", "uniqueItems", "minLength", "multipleOf", "prefixItems", "additionalProperties", "$anchor", "$defs"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a chain": {"$defs": {f"d{i}": {"items": defined(i + 1)} for i in range(1200)}, **defined(0)},
+    "doublings": {"$defs": {f"d{i}": {"allOf": [defined(i + 1)] * 2} for i in range(60)}, **defined(0)},
+    "opposites": {"not": defined(0), "$defs": {f"d{i}": {"allOf": [defined(i + 1)] * 20} for i in range(30)}},
+    "exclusions": {**defined(0), "$defs": {f"d{i}": {"oneOf": [defined(i + 1)] * 9} for i in range(30)}},
+    "branches": {
+        "properties": {f"p{i}": {} for i in range(1000)},
+        "anyOf": [{"properties": {f"q{i}": {}}} for i in range(1000)],
+    },
+    "many places": {"contains": {"const": 1}, "maxItems": 2**31 - 1, "minContains": 10**6},
+    "itself": {"not": {"$ref": "#"}, "if": {"$ref": "#"}, "then": False},
+    "no schema at all": {keyword: [{}, 1, "x"] for keyword in ALL_KEYWORDS},
+}
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
+    """What would take for ever is given up and named. The bar is of steps, not of seconds: it ends."""
+    assert hold_schema(schema).schema is not None
+
+
+def test_a_schema_that_is_given_up_is_named_as_a_whole() -> None:
+    assert [one.path for one in hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced] == ["$"]
+    assert hold_schema({"type": "array", **HOSTILE["a chain"]}).schema == {"type": "array"}
