@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from quire.core.request import Priority
@@ -90,7 +91,8 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """`chat`: the conversation that the prompt was made of. Its tools shape the answer."""
+        """`chat`: the conversation that the prompt was made of. Its tools shape the answer and may end it."""
+        has_calls = chat is not None and bool(chat.callable_tools)
         return GenerationRequest(
             prompt=tuple(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),
@@ -104,6 +106,7 @@ class ModelText:
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
+            new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
 
     def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:

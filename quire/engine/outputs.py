@@ -15,6 +15,7 @@ from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
 from quire.errors import RequestFailed
+from quire.text.answers import AnswerParser
 from quire.text.stream import TextStream
 from quire.text.tokenizer import Tokenizer
 
@@ -81,6 +82,7 @@ class GenerationOutput:
 @dataclass(slots=True)
 class _Sample:
     stream: TextStream
+    parser: AnswerParser | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -102,7 +104,8 @@ class Answers:
                     skip_special=request.skip_special,
                     shown_special=request.shown_special,
                     min_tokens=request.sampling.min_tokens,
-                )
+                ),
+                None if request.new_parser is None else request.new_parser(),
             )
             for _ in range(request.n)
         ]
@@ -128,7 +131,7 @@ class Answers:
         return len(self._samples[index].token_ids)
 
     def push(self, index: int, output: EngineOutput) -> Delta:
-        """Take one output of sample `index`. A delta with `stop` set means: end it in the engine too."""
+        """Take one output of sample `index`. A delta that ends what goes on in the engine means: end it there too."""
         sample = self._samples[index]
         if index == 0:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
@@ -148,6 +151,9 @@ class Answers:
             rest = sample.stream.finish()
             text, stop = text + rest.text, rest.stop
             reason = FinishReason.STOP if stop is not None else reason
+        if sample.parser is not None and reason in (None, FinishReason.LENGTH):
+            sample.parser.push(text)
+            reason = FinishReason.STOP if sample.parser.is_over else reason
         logprobs = tuple(self._readable(entry) for entry in output.logprobs[: len(token_ids)])
         sample.text.append(text)
         sample.token_ids += token_ids

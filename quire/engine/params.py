@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
+from quire.text.answers import AnswerParser
 from quire.text.grammar import Grammar
 from quire.text.stop_strings import StopStrings
 from quire.weights.spec import GenerationDefaults
@@ -147,6 +148,9 @@ class GenerationRequest:
     tenant: str = ""  # who asks: tenants of one tier share it fairly
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
+    new_parser: Callable[[], AnswerParser] | None = field(
+        default=None, repr=False, compare=False
+    )  # that may end a turn
     packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt, as engines take it
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import IN_WORDS, CallParser
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_json
 
@@ -64,6 +65,20 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
     late = answers.push(0, output(5))  # was under way
     assert late.text == ""
     assert answers.usage.completion_tokens == position
+
+
+def test_a_turn_that_its_parser_ends_is_ended_in_the_engine_too(tokenizer: Tokenizer) -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n'
+    answers = make(tokenizer, new_parser=lambda: CallParser(IN_WORDS, ("get",)), n=2)
+    ids = tokenizer.encode(call * 4)
+    position = 0
+    while (delta := answers.push(0, output(ids[position]))).finish_reason is None:
+        position += 1
+    assert delta.finish_reason is FinishReason.STOP  # whoever drives the engine sees that it goes on there, and ends it
+    assert delta.stop is None
+    assert tokenizer.decode(ids[: position + 1]).count('{"a": 1}}') == 2  # nothing of a third call was read
+    assert answers.num_tokens(0) == position + 1 == answers.usage.completion_tokens  # the repeated call was computed
+    assert not answers.is_finished  # the other sample goes on
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
