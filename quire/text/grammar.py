@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from quire.core.request import check_tokens
 from quire.errors import InvalidRequest
 
 MAX_SOURCE_CHARS = 64 * 1024
@@ -31,6 +32,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # the source is a schema, as JSON; {"type": "object"} is OpenAI's json_object
     REGEX = "regex"  # the whole answer matches
     LARK = "lark"  # llguidance's dialect of Lark; may hold JSON schemas and special tokens
+    TOKENS = "tokens"  # a JSON list of token ids, of which every token of the answer is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,14 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 def lark_grammar(source: str) -> Grammar:
     return Grammar(GrammarKind.LARK, source)
+
+
+def token_grammar(token_ids: Sequence[int]) -> Grammar:
+    """These tokens and no others. The answer ends at a stop token among them, or at max_tokens."""
+    if not token_ids:
+        raise InvalidRequest("grammar: the list of tokens is empty")
+    check_tokens("grammar", token_ids)
+    return Grammar(GrammarKind.TOKENS, json.dumps(sorted(set(token_ids))))
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
