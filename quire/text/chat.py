@@ -133,6 +133,10 @@ class ChatTemplate:
         self._special = _Finder(token for token in tokenizer.control if token.special)
 
     @property
+    def source(self) -> str | None:
+        return self._source
+
+    @property
     def exists(self) -> bool:
         return self._source is not None
 

@@ -99,7 +99,7 @@ class CallParser:
     too, unless it follows others: then it is left out.
 
     A call that repeats the one right before it, name and arguments, ends the turn: small models go on like that for
-    ever. A call of the same tool is therefore held back until its arguments differ. Cut off before that, it is left out.
+    ever. A call of the same tool is therefore held back until its arguments differ; cut off before, it is left out.
     """
 
     def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
@@ -120,10 +120,8 @@ class CallParser:
         self.is_over = False
 
     def push(self, text: str) -> list[Piece]:
-        if self.is_over:
-            return []
-        self._rest += text
         pieces: list[Piece] = []
+        self._rest += text
         while not self.is_over and self._step(pieces):
             pass
         return _joined(pieces)

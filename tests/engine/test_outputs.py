@@ -10,7 +10,7 @@ import pytest
 from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.engine.engine import EngineOutput
-from quire.engine.outputs import Answers
+from quire.engine.outputs import Answers, TokenLogprob
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.tokenizer import Tokenizer
@@ -112,6 +112,62 @@ def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
     assert answers.usage.prompt_tokens == 3
 
 
+def scored(token: int) -> tuple[TokenLogprobs, ...]:
+    return (TokenLogprobs(token, -0.5, 0, ()),)
+
+
+def test_logprobs_come_with_the_text_of_their_tokens_and_end_with_it(tokenizer: Tokenizer) -> None:
+    """Of a text that a stop string cuts, and of the same text uncut."""
+    ids = tokenizer.encode("The lazy 🎉 dog. The")
+    pieces = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+    for stop in ("dog.", "never", "z"):
+        answers = make(tokenizer, sampling=SamplingParams(logprobs=0), stop=(stop,))
+        shown = ""
+        told: list[TokenLogprob] = []
+        for token in ids:
+            is_last = token == ids[-1]
+            reason = FinishReason.LENGTH if is_last else None
+            delta = answers.push(0, output(token, reason=reason, logprobs=scored(token)))
+            shown += delta.text
+            told += delta.logprobs
+            assert all(entry.offset < len(shown) for entry in delta.logprobs)  # not before its text
+            if delta.finish_reason is not None:
+                break
+        assert shown == "The lazy 🎉 dog. The".partition(stop)[0]
+        assert tuple(told) == answers.result().completions[0].logprobs
+        assert [entry.text for entry in told] == pieces[: len(told)]
+        assert told[-1].offset < len(shown) <= told[-1].offset + max(1, len(told[-1].text))
+        for entry in told:
+            if "\ufffd" not in entry.text:
+                assert entry.text.startswith(shown[entry.offset :][: len(entry.text)])
+
+
+def test_control_tokens_that_are_not_shown_have_no_width(tokenizer: Tokenizer) -> None:
+    a, b = (tokenizer.encode(text)[0] for text in ("The", " dog"))
+    answers = make(tokenizer, sampling=SamplingParams(logprobs=0, stop_token_ids=(2,)))
+    for token in (a, 1, b):  # 1: <|im_start|>
+        answers.push(0, output(token, logprobs=scored(token)))
+    answers.push(0, output(2, reason=FinishReason.STOP, logprobs=scored(2)))
+    one = answers.result().completions[0]
+    size = len(tokenizer.decode([a]))
+    assert [entry.offset for entry in one.logprobs or ()] == [0, size, size, len(one.text)]
+
+
+def test_an_answer_nobody_asked_for_is_not_told(tokenizer: Tokenizer) -> None:
+    params = GenerationParams(max_tokens=0, logprobs=1, prompt_logprobs=1)
+    assert params.sampling(GenerationDefaults(), ()).max_tokens == 1
+    answers = make(tokenizer, sampling=params.sampling(GenerationDefaults(), (2,)), hides_answer=True)
+    prompt = PromptLogprobs(1, (TokenLogprobs(2, -1.0, 3, ()), TokenLogprobs(3, -2.0, 4, ())))
+    delta = answers.push(
+        0, output(2, reason=FinishReason.STOP, logprobs=scored(2), prompt_logprobs=prompt, num_cached_tokens=1)
+    )
+    assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", (), (), FinishReason.LENGTH)
+    result = answers.result()
+    assert (result.usage.completion_tokens, result.usage.total_tokens) == (0, 3)
+    assert result.completions[0].logprobs == ()
+    assert [entry and entry.logprob for entry in result.prompt_logprobs or ()] == [None, -1.0, -2.0]
+
+
 def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
     answers = make(tokenizer, sampling=SamplingParams(logprobs=1, prompt_logprobs=0))
     token = tokenizer.encode("🎉")[0]
@@ -152,7 +208,9 @@ def test_a_failed_sample_raises_from_result_and_is_told_in_output(tokenizer: Tok
         ({"stop_token_ids": range(200)}, "stop_token_ids has 200"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "logit_bias has 2000"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens = 5"),
-        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"max_tokens": -1}, "max_tokens = -1"),
+        ({"max_tokens": False}, "max_tokens = False"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens = 1 is more than max_tokens = 0"),
         ({"seed": 2**70}, "seed ="),
         ({"stop": 5}, "stop = 5"),
         ({"stop_token_ids": 5}, "stop_token_ids = 5"),
