@@ -20,6 +20,7 @@ from quire.errors import InvalidRequest
 MAX_SOURCE_CHARS = 64 * 1024
 MAX_DEPTH = 32  # of a schema, braces and brackets
 MAX_CHOICES = 4096
+MAX_LISTED_TOKENS = 4096
 
 # The separators of JSON, as Python writes them: a convention of the grammar that excludes no value. Templates write
 # earlier calls the same way (decisions/0026), and no tokens go into white space.
@@ -92,8 +93,8 @@ def lark_grammar(source: str) -> Grammar:
 
 def token_grammar(token_ids: Sequence[int]) -> Grammar:
     """These tokens and no others. The answer ends at a stop token among them, or at max_tokens."""
-    if not token_ids:
-        raise InvalidRequest("grammar: the list of tokens is empty")
+    if not 1 <= len(token_ids) <= MAX_LISTED_TOKENS:
+        raise InvalidRequest(f"grammar: {len(token_ids)} tokens are not 1 to {MAX_LISTED_TOKENS}")
     check_tokens("grammar", token_ids)
     return Grammar(GrammarKind.TOKENS, json.dumps(sorted(set(token_ids))))
 

@@ -705,7 +705,7 @@ TOO_LONG = [{"role": "user", "content": "word " * 9000}]
         ({"messages": []}, "messages", None),
         ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages[0].role", None),
         ({"max_tokens": 0}, "max_tokens", None),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", None),
+        ({"max_completion_tokens": -2}, "max_completion_tokens", None),
         ({"temperature": -1}, "temperature", None),
         ({"temperature": "hot"}, "temperature", None),
         ({"n": 0}, "n", None),

@@ -51,44 +51,40 @@ def params_of(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
 ) -> GenerationParams:
-    """`max_tokens`: the newest of the fields that say it, unless it is llama.cpp's. `may_be_empty`: it may be 0."""
-    if max_tokens is None and body.n_predict is not None:
-        with in_their_words({"max_tokens": "n_predict"}):
-            return params_of(
-                body,
-                max_tokens=body.n_predict,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                may_be_empty=may_be_empty,
-            )
-    if max_tokens == 0 and not may_be_empty:
-        raise InvalidRequest(
-            "max_tokens = 0 is not at least 1, or -1 for no limit; completions can do without an answer"
-        )
+    """`max_tokens`: the newest of the fields that say it, but llama.cpp's. `may_be_empty`: it may be 0."""
     refuse_unsupported(body, other_servers.REFUSED)
-    shape = parse_shape(body)
-    return GenerationParams(
-        temperature=body.temperature,
-        top_k=0 if body.top_k == -1 else body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty,
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        logit_bias=_biases(body.logit_bias or {}),
-        seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
-        n=_or(body.n, 1),
-        max_tokens=None if max_tokens == -1 else max_tokens,
-        min_tokens=_or(body.min_tokens, 0),
-        stop=_or(body.stop, ()),
-        stop_token_ids=_or(body.stop_token_ids, ()),
-        include_stop=_or(body.include_stop_str_in_output, False) or _or(body.no_stop_trim, False),
-        ignore_eos=_or(body.ignore_eos, False),
-        skip_special=_or(body.skip_special_tokens, True),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=None if shape is None else shape.grammar,
-    )
+    names: dict[str, str] = {}
+    penalty = body.repetition_penalty
+    if max_tokens is None and body.n_predict is not None:
+        max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
+    if penalty is None and body.repeat_penalty is not None:
+        penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
+    with in_their_words(names):
+        if max_tokens == 0 and not may_be_empty:
+            raise InvalidRequest("max_tokens = 0 is not at least 1, or -1 for no limit; completions take 0")
+        shape = parse_shape(body)
+        return GenerationParams(
+            temperature=body.temperature,
+            top_k=0 if body.top_k == -1 else body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=penalty,
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            logit_bias=_biases(body.logit_bias or {}),
+            seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
+            n=_or(body.n, 1),
+            max_tokens=None if max_tokens == -1 else max_tokens,
+            min_tokens=_or(body.min_tokens, 0),
+            stop=_or(body.stop, ()),
+            stop_token_ids=_or(body.stop_token_ids, ()),
+            include_stop=_or(body.include_stop_str_in_output, False) or _or(body.no_stop_trim, False),
+            ignore_eos=_or(body.ignore_eos, False),
+            skip_special=_or(body.skip_special_tokens, True),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if shape is None else shape.grammar,
+        )
 
 
 def ask_of(

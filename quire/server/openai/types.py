@@ -17,6 +17,7 @@ from quire.server.cache_view import CacheView
 from quire.server.openai.other_servers import OtherServersFields
 from quire.server.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
 from quire.text.chat import MAX_MESSAGES
+from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOLS
 
@@ -131,7 +132,7 @@ class GenerationBody(OtherServersFields, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     ebnf: str | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int], _within(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
 
     prompt_logprobs: Annotated[Any, refused("prompt_logprobs")] = None
     bad_words: Annotated[Any, refused("bad_words")] = None
