@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import MAX_SOURCE_CHARS
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, lark_grammar
 
 EXAMPLE = 'root ::= "yes" | "no"'
 LARK_EXAMPLE = 'start: "yes" | "no"'
-MAX_NESTED = 100  # parentheses
+MAX_NESTED = 32  # parentheses
+MAX_OPERATORS = 3  # behind one item
 MAX_REPEATED = 10_000
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start\b[^:=]*:", re.MULTILINE)
@@ -43,6 +44,17 @@ def is_gbnf(source: str) -> bool:
 
 def is_lark(source: str) -> bool:
     return _LARK_START.search(source) is not None
+
+
+def written_grammar(source: str) -> Grammar:
+    """In GBNF or in Lark: they write their rules with different signs."""
+    if is_gbnf(source):
+        return lark_grammar(gbnf_to_lark(source))
+    if not is_lark(source):
+        raise InvalidRequest(
+            f"grammar has neither a rule of Lark, as in {LARK_EXAMPLE}, nor one of GBNF, as in {EXAMPLE}"
+        )
+    return lark_grammar(source)
 
 
 def gbnf_to_lark(source: str) -> str:
@@ -185,7 +197,7 @@ class _Parser:
 
     def _repeated(self, item: Node) -> Node:
         """With the operators behind it, of which there may be several."""
-        while True:
+        for _ in range(MAX_OPERATORS):
             self._skip()
             char = self._next()
             if char in ("*", "+", "?"):
@@ -195,6 +207,8 @@ class _Parser:
                 item = Repeat(item, *self._bounds())
             else:
                 return item
+        self._skip()
+        return item
 
     def _bounds(self) -> tuple[int, int | None]:
         found = _REPEAT.match(self._source, self._at)

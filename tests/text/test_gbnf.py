@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.engine import grammars as grammars_module
 from quire.engine.grammars import Grammars
@@ -107,7 +110,8 @@ WRONG = [
     ("root ::= !<[3]>", "! in front of a token is not supported"),
     ('root ::= "a" (="b")', "a look-ahead (= ...) is not supported"),
     ("root = x ::= y", "line 1: expected ::= behind the name root, not '= x ::= y'"),
-    ("root ::= " + "(" * 200, "nested more than 100 deep"),
+    ("root ::= " + "(" * 200, "nested more than 32 deep"),
+    ('root ::= "a"' + "*" * 10_000, 'line 1: expected text in quotes, a class as in [a-z], "(" or the name of a rule'),
     ("#" * (MAX_SOURCE_CHARS + 1), "65537 characters is more than 65536"),
 ]
 
@@ -117,6 +121,24 @@ def test_what_cannot_be_translated_is_told_with_its_line(source: str, words: str
     with pytest.raises(InvalidRequest, match=r"^grammar") as error:
         gbnf_to_lark(source)
     assert words in str(error.value)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["root", "::=", '"', "[", "]", "(", ")", "|", "*", "{", "2,", "}", "\\", "x", "^", "-", " ", "\n", "#", "<"]
+        )
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_translated_or_refused(parts: list[str]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        gbnf_to_lark("".join(("root ::= ", *parts)))
+
+
+def test_the_deepest_grammar_is_written() -> None:
+    deep = "root ::= " + '("a" | ' * 32 + '"b"' + ")?*+" * 32
+    assert gbnf_to_lark(deep).count("+") == 32
 
 
 def test_a_long_chain_of_rules_is_read_at_once() -> None:

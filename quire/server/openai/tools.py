@@ -19,7 +19,7 @@ from quire.server.openai.types import (
     ToolDefinition,
 )
 from quire.server.shapes import shape_error
-from quire.text.gbnf import EXAMPLE, LARK_EXAMPLE, gbnf_to_lark, is_gbnf, is_lark
+from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
@@ -187,17 +187,6 @@ def _structured(prefix: str, given: StructuredOutputs) -> Iterable[Shape | None]
         yield _shape(f"{prefix}grammar", lambda: written_grammar(source))
     if given.json_object:
         yield Shape(f"{prefix}json_object", json_object_grammar())
-
-
-def written_grammar(source: str) -> Grammar:
-    """In GBNF or in Lark: they write their rules with different signs."""
-    if is_gbnf(source):
-        return lark_grammar(gbnf_to_lark(source))
-    if not is_lark(source):
-        raise InvalidRequest(
-            f"grammar has neither a rule of Lark, as in {LARK_EXAMPLE}, nor one of GBNF, as in {EXAMPLE}"
-        )
-    return lark_grammar(source)
 
 
 def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
