@@ -82,6 +82,7 @@ def chat(
             max_tokens=max_tokens,
             stop=stop or (),
         )
+        loading.check_answer(params)
     settings = loading.engine_settings(
         backend=backend,
         precision=precision,
@@ -266,7 +267,9 @@ class Repl:
             return
         if name not in SETTINGS:
             raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
-        self.params = replace(self.params, **{name: _parsed(name, value.strip())})
+        changed = replace(self.params, **{name: _parsed(name, value.strip())})
+        loading.check_answer(changed)
+        self.params = changed
 
     def leave(self, _rest: str) -> None:
         self._is_over = True

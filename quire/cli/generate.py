@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,7 @@ from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
     from quire.engine.params import GenerationParams
-    from quire.text.grammar import Grammar, GrammarKind
+    from quire.text.grammar import Grammar
 
 SEPARATOR = "-" * 8  # between the answers of --n
 
@@ -41,7 +43,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
     json_schema: Annotated[Path | None, typer.Option(help="Answer in JSON by the schema in this file.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with what this regular expression matches.")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="Answer by the Lark grammar in this file.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="Answer by the grammar in this file, Lark or GBNF.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to show at each token.")] = None,
     server: loading.ServerOption = None,
     api_key: loading.KeyOption = None,
@@ -78,6 +80,7 @@ def generate(
             logprobs=logprobs,
             grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar),
         )
+        loading.check_answer(params)
     settings = loading.engine_settings(
         backend=backend,
         precision=precision,
@@ -103,30 +106,34 @@ def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> Ask:
 
 def read_grammar(*, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """What the answer must look like, said in one of three ways or not at all."""
-    from quire.text.grammar import GrammarKind
+    from quire.text.gbnf import written_grammar
+    from quire.text.grammar import Grammar, GrammarKind
 
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidRequest(f"{' and '.join(names)} say different things: give one of them")
     if regex is not None:
-        return _grammar(GrammarKind.REGEX, regex, f"--regex {regex!r:.80}")
+        return _checked(partial(Grammar, GrammarKind.REGEX, regex), f"--regex {regex!r:.80}")
     if json_schema is not None:
-        return _grammar(
-            GrammarKind.JSON_SCHEMA, _read_file("--json-schema", json_schema), f"--json-schema {json_schema}"
-        )
+        source = _read_file("--json-schema", json_schema)
+        return _checked(partial(_schema_grammar, source), f"--json-schema {json_schema}")
     if grammar is not None:
-        return _grammar(GrammarKind.LARK, _read_file("--grammar", grammar), f"--grammar {grammar}")
+        return _checked(partial(written_grammar, _read_file("--grammar", grammar)), f"--grammar {grammar}")
     return None
 
 
-def _grammar(kind: GrammarKind, source: str, given: str) -> Grammar:
-    """`given`: the option and its value, as they were typed."""
+def _schema_grammar(source: str) -> Grammar:
     from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 
+    Grammar(GrammarKind.JSON_SCHEMA, source)  # says what is wrong with the text
+    return json_schema_grammar(json.loads(source))
+
+
+def _checked(make: Callable[[], Grammar], given: str) -> Grammar:
+    """`given`: the option and its value, as they were typed."""
     try:
-        made = Grammar(kind, source)
-        return json_schema_grammar(json.loads(source)) if kind is GrammarKind.JSON_SCHEMA else made
+        return make()
     except InvalidRequest as error:
         raise InvalidRequest(f"{given}: {str(error).removeprefix('grammar').lstrip(': ')}") from None
 

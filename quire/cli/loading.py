@@ -23,6 +23,7 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
+    from quire.engine.params import GenerationParams
 
 # The options, once. None: what the model's makers recommend.
 
@@ -90,6 +91,12 @@ def options_named() -> Iterator[None]:
         if name in _FIELDS:
             message = _option(name) + message[len(name) :]
         raise type(error)(message) from None
+
+
+def check_answer(params: GenerationParams) -> None:
+    """Refuse an answer of no tokens, which scores prompts over HTTP: here there would be nothing to print."""
+    if params.is_empty:
+        raise InvalidRequest("max_tokens = 0 leaves no room for an answer")
 
 
 def _option(name: str) -> str:

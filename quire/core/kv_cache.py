@@ -247,7 +247,7 @@ class KVCacheManager:
     def _record(self, request: Request, hit: PrefixHit) -> None:
         if request.num_preemptions:
             self._num_recovered_tokens += hit.num_tokens
-        else:
+        elif self._is_searched(request):
             self._num_queried_tokens += len(request.tokens) - 1
             self._num_hit_tokens += hit.num_tokens
         if not hit.num_tokens:

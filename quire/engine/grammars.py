@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
 from quire.engine.masking import GrammarFailed, Matcher
@@ -97,16 +97,21 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
-            with self._opening:
-                if self._compiler is None:
-                    self._compiler = _Compiler(*self._open_tokenizer(), self._vocab_size)
-            compiled = self._compiler.compile(grammar)
+            compiled = self._make(grammar)
             with self._lock:
                 self._remember(grammar, compiled)
             return compiled
         finally:
             with self._lock:
                 self._jobs.pop(grammar, None)
+
+    def _make(self, grammar: Grammar) -> Compiled:
+        if grammar.kind is GrammarKind.TOKENS:
+            return _TokenMask(grammar.source, self._vocab_size)
+        with self._opening:
+            if self._compiler is None:
+                self._compiler = _Compiler(*self._open_tokenizer(), self._vocab_size)
+        return self._compiler.compile(grammar)
 
     def _remember(self, grammar: Grammar, compiled: Compiled) -> None:
         self._compiled[grammar] = compiled
@@ -130,16 +135,24 @@ def _open_tokenizer(path: Path, load_format: str) -> tuple[Tokenizer, tuple[int,
         checkpoint.close()
 
 
-class Compiled:
+class Compiled(Protocol):
     """A grammar before the first token."""
 
-    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
-        self._start = start
-        self._mask_bytes = mask_bytes
-        self.num_bytes = num_bytes  # of memory, about
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about."""
 
     def matcher(self) -> Matcher:
         """For one answer."""
+
+
+class _LLCompiled:
+    def __init__(self, start: llguidance.LLMatcher, mask_bytes: int, num_bytes: int) -> None:
+        self._start = start
+        self._mask_bytes = mask_bytes
+        self.num_bytes = num_bytes
+
+    def matcher(self) -> Matcher:
         return _LLMatcher(self._start.deep_copy(), self._mask_bytes, family=self)
 
 
@@ -166,6 +179,31 @@ class _LLMatcher:
         if not is_consumed:
             raise GrammarFailed(tell(self._matcher.get_error()))
         return self._matcher.is_stopped()
+
+
+class _TokenMask:
+    """A list of tokens, compiled: the same mask at every token of any answer. It needs neither state nor library."""
+
+    def __init__(self, source: str, vocab_size: int) -> None:
+        token_ids: list[int] = json.loads(source)
+        if token_ids[-1] >= vocab_size:
+            raise InvalidRequest(f"grammar: token id {token_ids[-1]} is outside the vocabulary of {vocab_size}")
+        mask = bytearray(-(-vocab_size // 8))
+        for token_id in token_ids:
+            mask[token_id // 8] |= 1 << token_id % 8
+        self._mask = bytes(mask)
+        self.num_bytes = len(mask) + len(source)
+        self.family = self
+
+    def matcher(self) -> Matcher:
+        return self
+
+    def mask(self) -> bytes:
+        return self._mask
+
+    def consume(self, token: int) -> bool:
+        del token  # any of them may follow any: the answer ends at a stop token, or at max_tokens
+        return False
 
 
 @contextmanager
@@ -228,7 +266,7 @@ class _Compiler:
                 raise InvalidRequest(f"grammar: {tell(start.get_error())}")
             start.compute_bitmask()  # what it computes, the copies need not
         # Measured: 80 kB for small schemas, 50 bytes a character for large ones.
-        return Compiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * len(grammar.source))
+        return _LLCompiled(start, self._mask_bytes, num_bytes=(128 << 10) + 50 * len(grammar.source))
 
     def close(self) -> None:
         self._trial.close()

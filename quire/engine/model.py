@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from quire.core.request import Priority
@@ -11,7 +12,7 @@ from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
 from quire.text.chat import ChatRequest, ChatTemplate
 from quire.text.detokenize import Detokenizer
-from quire.text.grammar import Grammar
+from quire.text.grammar import Grammar, GrammarKind
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser
@@ -58,7 +59,7 @@ class ModelText:
         finally:
             checkpoint.close()
 
-    def encode(self, text: str, max_context: int) -> tuple[int, ...]:
+    def encode(self, text: str, max_context: int, *, add_special: bool = True) -> tuple[int, ...]:
         """A raw prompt. Control strings in it are control tokens: it is the caller's whole prompt."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt = {text!r:.80} is not text")
@@ -68,7 +69,7 @@ class ModelText:
                 f"prompt of {len(text)} characters is more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
                 f" {max_context} tokens of context"
             )
-        return tuple(self.tokenizer.encode(text))
+        return tuple(self.tokenizer.encode(text, add_special=add_special))
 
     def encode_chat(self, chat: ChatRequest, max_context: int) -> tuple[int, ...]:
         self._check_size(chat, max_context)
@@ -99,7 +100,8 @@ class ModelText:
         pins: Sequence[PinPrefix] = (),
         chat: ChatRequest | None = None,
     ) -> GenerationRequest:
-        """`chat`: the conversation that the prompt was made of. Its tools shape the answer."""
+        """`chat`: the conversation that the prompt was made of. Its tools shape the answer and may end it."""
+        has_calls = chat is not None and bool(chat.callable_tools)
         return GenerationRequest(
             prompt=tuple(prompt),
             sampling=params.sampling(self.defaults, self.eos_token_ids),
@@ -107,12 +109,14 @@ class ModelText:
             stop=params.stops,
             include_stop=params.include_stop,
             skip_special=params.skip_special,
+            hides_answer=params.is_empty,
             priority=priority,
             salt=salt,
             tenant=tenant,
             pins=tuple(pins),
             grammar=params.grammar if chat is None else self._grammar(chat, prompt, params.grammar),
             shown_special=frozenset() if chat is None else self._marker_ids(chat),
+            new_parser=partial(self.new_parser, chat, tuple(prompt)) if has_calls else None,
         )
 
     def new_parser(self, chat: ChatRequest | None, prompt: Sequence[int]) -> AnswerParser:
@@ -141,8 +145,8 @@ class ModelText:
         return len(answer) if has_thought else 0
 
     def _grammar(self, chat: ChatRequest, prompt: Sequence[int], words: Grammar | None) -> Grammar | None:
-        if words is None and not chat.callable_tools:
-            return None
+        if not chat.callable_tools and (words is None or words.kind is GrammarKind.TOKENS):
+            return words
         thought = self._thought(chat, prompt)
         return answer_grammar(
             self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._control_id

@@ -15,6 +15,7 @@ from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
 from quire.errors import RequestFailed
+from quire.text.answers import AnswerParser
 from quire.text.stream import TextStream
 from quire.text.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class TokenLogprob:
     logprob: float
     rank: int  # 0: the most probable
     top: tuple[TokenLogprob, ...] = ()
+    offset: int = 0  # of a token of the answer: characters of its text before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,12 @@ class GenerationOutput:
 @dataclass(slots=True)
 class _Sample:
     stream: TextStream
+    parser: AnswerParser | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    held: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is held back
+    num_chars: int = 0  # of the text given out
     finish_reason: FinishReason | None = None
     stop: str | None = None
     error: str | None = None
@@ -102,7 +107,8 @@ class Answers:
                     skip_special=request.skip_special,
                     shown_special=request.shown_special,
                     min_tokens=request.sampling.min_tokens,
-                )
+                ),
+                None if request.new_parser is None else request.new_parser(),
             )
             for _ in range(request.n)
         ]
@@ -128,7 +134,7 @@ class Answers:
         return len(self._samples[index].token_ids)
 
     def push(self, index: int, output: EngineOutput) -> Delta:
-        """Take one output of sample `index`. A delta with `stop` set means: end it in the engine too."""
+        """Take one output of sample `index`. A delta that ends what goes on in the engine means: end it there too."""
         sample = self._samples[index]
         if index == 0:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache
@@ -136,6 +142,8 @@ class Answers:
             self._take_prompt_logprobs(output.prompt_logprobs)
         if sample.finish_reason is not None:  # a stop string ended it; these tokens were under way
             return Delta(index, "", (), (), sample.finish_reason, None)
+        if self.request.hides_answer:
+            output = _without_answer(output)
         is_stop = output.finish_reason is FinishReason.STOP and not self.request.include_stop
         last = output.tokens[-1:]  # a stop token, or the last of an answer whose grammar is complete
         hidden = last if is_stop and set(last) & set(self.request.sampling.stop_token_ids) else ()
@@ -148,9 +156,16 @@ class Answers:
             rest = sample.stream.finish()
             text, stop = text + rest.text, rest.stop
             reason = FinishReason.STOP if stop is not None else reason
-        logprobs = tuple(self._readable(entry) for entry in output.logprobs[: len(token_ids)])
+        if sample.parser is not None and reason in (None, FinishReason.LENGTH):
+            sample.parser.push(text)
+            reason = FinishReason.STOP if sample.parser.is_over else reason
         sample.text.append(text)
+        sample.num_chars += len(text)
         sample.token_ids += token_ids
+        if output.logprobs:
+            offsets = [*(token.offset for token in delta.tokens), *(sample.stream.num_chars for _ in hidden)]
+            sample.held += map(self._readable, output.logprobs[: len(token_ids)], offsets)
+        logprobs = _released(sample, is_whole=reason is not None and stop is None)
         sample.logprobs += logprobs
         sample.finish_reason, sample.stop, sample.error = reason, stop, output.error
         return Delta(index, text, tuple(token_ids), logprobs, reason, stop, output.error)
@@ -204,17 +219,36 @@ class Answers:
 
     def _take_prompt_logprobs(self, found: PromptLogprobs) -> None:
         for position, entry in enumerate(found.entries, found.start):
-            self._prompt_logprobs[position] = self._readable(entry)
+            self._prompt_logprobs[position] = self._readable(entry, 0)
 
     def _all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         if self.request.sampling.prompt_logprobs is None:
             return None
         return tuple(self._prompt_logprobs.get(position) for position in range(len(self.request.prompt)))
 
-    def _readable(self, entry: TokenLogprobs) -> TokenLogprob:
+    def _readable(self, entry: TokenLogprobs, offset: int) -> TokenLogprob:
         top = tuple(self._named(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top))
-        return self._named(entry.token, entry.logprob, entry.rank, top)
+        return self._named(entry.token, entry.logprob, entry.rank, top, offset)
 
-    def _named(self, token: int, logprob: float, rank: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+    def _named(
+        self, token: int, logprob: float, rank: int, top: Sequence[TokenLogprob] = (), offset: int = 0
+    ) -> TokenLogprob:
         data = self._tokenizer.token_bytes(token)
-        return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, rank, tuple(top))
+        return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, rank, tuple(top), offset)
+
+
+def _released(sample: _Sample, *, is_whole: bool) -> tuple[TokenLogprob, ...]:
+    """Log probabilities come with the text of their tokens. What a stop string cuts off has none."""
+    held = sample.held
+    if not held:
+        return ()
+    count = len(held) if is_whole else sum(entry.offset < sample.num_chars for entry in held)  # offsets never fall
+    sample.held = held[count:]
+    return tuple(held[:count])
+
+
+def _without_answer(output: EngineOutput) -> EngineOutput:
+    """The core always samples one token. Where none was asked for, that one is not part of anything."""
+    reason = output.finish_reason
+    hidden = FinishReason.LENGTH if reason in (FinishReason.STOP, FinishReason.LENGTH) else reason
+    return output._replace(tokens=(), logprobs=(), finish_reason=hidden)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from quire.core.request import PackedPrompt, Priority, SamplingParams, check_salt, check_tenant, check_tokens
 from quire.errors import InvalidRequest
-from quire.text.grammar import Grammar
+from quire.text.answers import AnswerParser
+from quire.text.grammar import Grammar, GrammarKind
 from quire.text.stop_strings import StopStrings
 from quire.weights.spec import GenerationDefaults
 
@@ -42,7 +43,7 @@ class GenerationParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # the same seed gives the same draws, whatever else is being served
     n: int = 1  # answers to each prompt
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt is computed, and that is all
     min_tokens: int = 0
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
@@ -70,14 +71,21 @@ class GenerationParams:
             count = getattr(self, name)
             if count is not None and (type(count) is not int or not 0 <= count <= MAX_LOGPROBS):
                 raise InvalidRequest(f"{name} = {count!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+        if self.is_empty and self.min_tokens:
+            raise InvalidRequest(f"min_tokens = {self.min_tokens!r} is more than max_tokens = 0")
         if len(self.logit_bias) > MAX_BIASES:
             raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries, more than {MAX_BIASES}")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"stop_token_ids has {len(self.stop_token_ids)} entries, more than {MAX_STOP_IDS}")
-        if self.grammar is not None and self.ignore_eos:
+        if self.grammar is not None and self.ignore_eos and self.grammar.kind is not GrammarKind.TOKENS:
             raise InvalidRequest("ignore_eos = True with a grammar: an answer ends where its grammar does")
         StopStrings(self.stops)  # refuses what cannot be searched for
         self.sampling(GenerationDefaults(), ())  # refuses what cannot be sampled
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be generated."""
+        return type(self.max_tokens) is int and self.max_tokens == 0
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -99,7 +107,7 @@ class GenerationParams:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
+            max_tokens=1 if self.is_empty else self.max_tokens,  # the least that the core computes
             stop_token_ids=stop_ids,
         )
 
@@ -141,12 +149,16 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    hides_answer: bool = False  # the one token that is sampled was not asked for: max_tokens was 0
     shown_special: frozenset[int] = frozenset()  # control tokens that stay in the text: whoever reads it needs them
     priority: Priority = Priority.NORMAL
     salt: str = ""
     tenant: str = ""  # who asks: tenants of one tier share it fairly
     pins: tuple[PinPrefix, ...] = ()
     grammar: Grammar | None = None
+    new_parser: Callable[[], AnswerParser] | None = field(
+        default=None, repr=False, compare=False
+    )  # that may end a turn
     packed: PackedPrompt = field(init=False, repr=False, compare=False)  # the prompt, as engines take it
 
     def __post_init__(self) -> None:

@@ -123,6 +123,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     max_context: int
     facts: RunnerFacts
     timings_s: dict[str, float]  # parts of the start: "import" (the backend's libraries), "weights", "warm_up"
+    step_s: float = 0.0  # what a full step is expected to take, by the steps of the warm-up
 
     @property
     def weight_bytes(self) -> int:

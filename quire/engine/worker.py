@@ -151,6 +151,10 @@ class Worker:
             while spare.has_work:
                 self._timed_step(spare)
 
+    def expected_step_s(self, num_tokens: int) -> float:
+        """How long a step of so many tokens of prompts will take, as far as is known."""
+        return self._pace.predict_s(Work(num_tokens, float(num_tokens)))
+
     def run(self, waiting: Sequence[ToWorker] = ()) -> None:
         """Until the other side goes away."""
         self._handle(waiting)
@@ -445,7 +449,9 @@ def _load_and_run(channel: Channel) -> int:
         with _timed(timings_s, "warm_up"):
             worker.warm_up()
         calm_collector()
-        channel.send(Ready(engine.capacity, engine.scheduler.max_context, engine.runner.facts(), timings_s))
+        facts = engine.runner.facts()
+        step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_step_tokens)
+        channel.send(Ready(engine.capacity, engine.scheduler.max_context, facts, timings_s, step_s))
         worker.run(rest)
     finally:
         engine.close()

@@ -194,6 +194,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint("POST", "/tokenize", ops.tokenize, "Token ids of text or messages.", ops.TokenizeRequest, ops.Tokens),
     Endpoint("POST", "/detokenize", ops.detokenize, "Text of token ids.", ops.DetokenizeRequest, ops.DetokenizedText),
+    Endpoint(
+        "GET", "/tokenizer_info", ops.tokenizer_info, "Special tokens and chat template of a model.",
+        answer=ops.TokenizerInfo, query=cache.ModelQuery,
+    ),
     Endpoint("GET", "/health", ops.health, "Whether tokens move.", answer=ops.Health, access=Access.PUBLIC),
     Endpoint("GET", "/ready", ops.ready, "Whether to send traffic.", answer=ops.Health),
     Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version, query=cache.ModelQuery),

@@ -202,6 +202,8 @@ class Call:
     async def use(self, name: str | None) -> Service:
         """The service of a model, loaded if it is not: it stays until this call is over."""
         self.model = model = self.models.find(name)
+        if self._gone is None:  # a request without a body
+            self._gone = asyncio.create_task(self._watch())
         if model not in self._held:
             holding = asyncio.create_task(self.models.hold(model))
             try:

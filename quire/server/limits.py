@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
@@ -16,6 +17,19 @@ RATE_WINDOW_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 MINUTE_S = 60.0
 HARD_FACTOR = 4  # times the bound of a queue that all tenants together may hold
+
+
+class Intake(NamedTuple):
+    """What one step takes in at most, and how long it is expected to take: measured before the first request."""
+
+    step_s: float
+    num_tokens: int  # of prompts
+    num_requests: int
+
+    def wait_s(self, num_requests: int, num_tokens: int) -> float:
+        """Until so many requests have begun, if nothing else runs."""
+        num_steps = max(math.ceil(num_tokens / self.num_tokens), math.ceil(num_requests / self.num_requests))
+        return num_steps * self.step_s
 
 
 class Ticket:
@@ -58,7 +72,9 @@ class TierQueue:
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
+        self.intake: Intake | None = None  # None: no machine has been measured
         self._held: dict[str, tuple[int, int]] = {}  # tenant -> requests and tokens that wait
+        self._waits_since_s = 0.0  # when the first of them came to an empty queue
         self._starts: deque[tuple[float, int]] = deque()  # when, how many requests
 
     def check(self, tenant: str, num_requests: int = 1) -> None:
@@ -100,6 +116,8 @@ class TierQueue:
         self._hold(ticket.tenant, -ticket.num_requests, -ticket.num_tokens)
 
     def _hold(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        if not self.num_requests:
+            self._waits_since_s = self._clock()
         requests, tokens = self._held.get(tenant, (0, 0))
         self._held[tenant] = requests + num_requests, tokens + num_tokens
         if self._held[tenant] == (0, 0):
@@ -108,11 +126,19 @@ class TierQueue:
         self.num_tokens += num_tokens
 
     def retry_after_s(self) -> float:
-        """Until half of the waiting requests have begun, at the rate of late: then there is room for several."""
+        """Until half of the waiting requests have begun, at the rate of late: then there is room for several.
+
+        Where none has begun of late, at the rate of an idle machine, but not sooner than they have waited already.
+        """
         now_s = self._clock()
         recent = [(at_s, count) for at_s, count in self._starts if now_s - at_s <= RATE_WINDOW_S]
+        if not recent and self.intake is None:
+            return RATE_WINDOW_S
         if not recent:
-            return min(RATE_WINDOW_S, MAX_RETRY_AFTER_S)
+            assert self.intake is not None
+            waited_s = now_s - self._waits_since_s if self.num_requests else 0.0
+            expected_s = self.intake.wait_s(math.ceil(self.num_requests / 2), math.ceil(self.num_tokens / 2))
+            return min(max(1.0, math.ceil(max(expected_s, waited_s))), MAX_RETRY_AFTER_S)
         span_s = max(now_s - recent[0][0], 1.0)
         rate = sum(count for _, count in recent) / span_s
         return min(max(1.0, math.ceil(self.num_requests / 2 / rate)), MAX_RETRY_AFTER_S)
@@ -149,6 +175,11 @@ class Door:
 
     def enter(self, num_requests: int, priority: Priority, tenant: str) -> Ticket:
         return self.queues[priority].enter(priority, tenant, num_requests)
+
+    def expect(self, intake: Intake | None) -> None:
+        """A machine was measured, or is gone."""
+        for queue in self.queues.values():
+            queue.intake = intake
 
     def retry_after_s(self, priority: Priority = Priority.NORMAL) -> float:
         return self.queues[priority].retry_after_s()

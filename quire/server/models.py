@@ -38,7 +38,7 @@ from quire.server.ask import Ask
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quotas, Reading
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
 from quire.server.metrics import Exposition, Metrics
 from quire.server.service import Service, ServiceLimits, ending
 from quire.server.work import Caller, Work
@@ -173,6 +173,7 @@ class Model:
         service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas)
         self.metrics.forget_worker()
         await self._start(service)
+        self.door.expect(_intake(service.client))
         return self._take_facts(service.client.facts)
 
     async def _start(self, service: Service) -> None:
@@ -231,6 +232,7 @@ class Model:
             self.on_loading(num_done, num_bytes)
 
     async def unload(self) -> None:
+        self.door.expect(None)
         service, self.service = self.service, None
         supervising, self._supervising = self._supervising, None
         if service is None or supervising is None:
@@ -486,6 +488,13 @@ def give_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _intake(client: EngineClient) -> Intake | None:
+    facts, scheduling = client.facts, client.scheduling
+    if facts is None or scheduling is None:
+        return None
+    return Intake(facts.step_s, scheduling.max_step_tokens, scheduling.max_seqs)
 
 
 def _warm_up(text: ModelText) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
@@ -15,8 +15,9 @@ from quire.engine.wire import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import Call
 from quire.server.models import Model, Models
-from quire.server.openai.chat import parse_messages
-from quire.server.openai.types import ChatMessage
+from quire.server.openai.chat import conversation_of
+from quire.server.openai.parsing import NAMES, in_their_words
+from quire.server.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.service import Service
 from quire.text.chat import ChatRequest
 
@@ -42,10 +43,19 @@ class Version(msgspec.Struct):
 
 
 class TokenizeRequest(msgspec.Struct):
+    """A text, or a conversation with all that makes a prompt of it."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[ToolDefinition] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: Annotated[
+        bool | None, msgspec.Meta(description="Of a prompt: add what the model wants around it, such as BOS.")
+    ] = None
+    return_token_strs: Annotated[Any, msgspec.Meta(description="Accepted: they are always told.")] = None
 
 
 class Tokens(msgspec.Struct):
@@ -62,6 +72,19 @@ class DetokenizeRequest(msgspec.Struct):
 
 class DetokenizedText(msgspec.Struct):
     prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """As a tokenizer_config.json says it. What the model does not have is null."""
+
+    model: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
 
 
 def status(models: Models) -> str:
@@ -128,12 +151,46 @@ async def tokenize(call: Call) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt and messages: exactly one of them is needed")
     if body.messages is None:
-        tokens = await service.encode(body.prompt or "")
+        tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
     else:
-        chat = ChatRequest(parse_messages(body.messages), add_generation_prompt=body.add_generation_prompt)
-        tokens = await service.encode(chat)
+        with in_their_words(NAMES):
+            tokens = await service.encode(_conversation(body, body.messages))
     names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return call.json(Tokens(list(tokens), len(tokens), service.max_context, names))
+
+
+def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
+    """Exactly what /v1/chat/completions would make of it."""
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens is only for prompt: the model's template writes them around messages")
+    asked = ChatCompletionRequest(
+        messages=messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return conversation_of(asked)[0]
+
+
+async def tokenizer_info(call: Call) -> Response:
+    """What clients need that tokenise and render templates themselves, such as lm-evaluation-harness."""
+    service = await call.use(call.request.query_params.get("model"))
+    text = service.text
+    named = text.tokenizer.special_tokens
+    ends = [text.tokenizer.id_to_token(token_id) for token_id in text.eos_token_ids]  # GGUF files may name none
+    return call.json(
+        TokenizerInfo(
+            model=call.model.name,
+            vocab_size=text.tokenizer.vocab_size,
+            model_max_length=service.max_context,
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token", next(iter(ends), None)),
+            pad_token=named.get("pad_token"),
+            unk_token=named.get("unk_token"),
+            chat_template=text.template.source,
+        )
+    )
 
 
 async def detokenize(call: Call) -> Response:

@@ -194,7 +194,7 @@ class Service:
 
     # Text
 
-    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt, off the event loop: a long one takes seconds."""
         if isinstance(prompt, tuple):
             return prompt
@@ -203,7 +203,8 @@ class Service:
         self._is_idle.clear()
         try:
             if isinstance(prompt, str):
-                return await loop.run_in_executor(self._encoders, self.text.encode, prompt, self.max_context)
+                encode = partial(self.text.encode, prompt, self.max_context, add_special=add_special)
+                return await loop.run_in_executor(self._encoders, encode)
             return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
         finally:
             self._num_encoding -= 1

@@ -30,6 +30,10 @@ Piece = Thought | Words | CallStart | CallArguments
 class AnswerParser(Protocol):
     """One for each sample. What it gives is final; what may still become a marker is held back."""
 
+    @property
+    def is_over(self) -> bool:
+        """The turn has ended, whatever the model goes on to write: nothing more is given out."""
+
     def push(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
@@ -38,6 +42,8 @@ class AnswerParser(Protocol):
 
 class PlainAnswer:
     """Of a model that neither thinks aloud nor was given tools."""
+
+    is_over = False
 
     def push(self, text: str) -> list[Piece]:
         return [Words(text)] if text else []

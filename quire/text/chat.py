@@ -136,6 +136,10 @@ class ChatTemplate:
         self._rules: TurnRules | None = None
 
     @property
+    def source(self) -> str | None:
+        return self._source
+
+    @property
     def exists(self) -> bool:
         return self._source is not None
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from quire.core.request import check_tokens
 from quire.errors import InvalidRequest
 from quire.text.schemas import hold_schema
 
 MAX_SOURCE_CHARS = 64 * 1024
 MAX_DEPTH = 32  # of a schema, braces and brackets
 MAX_CHOICES = 4096
+MAX_LISTED_TOKENS = 4096
 
 # The separators of JSON, as Python writes them: a convention of the grammar that excludes no value. Templates write
 # earlier calls the same way (decisions/0026), and no tokens go into white space.
@@ -32,6 +34,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # the source is a schema, as JSON; {"type": "object"} is OpenAI's json_object
     REGEX = "regex"  # the whole answer matches
     LARK = "lark"  # llguidance's dialect of Lark; may hold JSON schemas and special tokens
+    TOKENS = "tokens"  # a JSON list of token ids, of which every token of the answer is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,14 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 def lark_grammar(source: str) -> Grammar:
     return Grammar(GrammarKind.LARK, source)
+
+
+def token_grammar(token_ids: Sequence[int]) -> Grammar:
+    """These tokens and no others. The answer ends at a stop token among them, or at max_tokens."""
+    if not 1 <= len(token_ids) <= MAX_LISTED_TOKENS:
+        raise InvalidRequest(f"grammar: {len(token_ids)} tokens are not 1 to {MAX_LISTED_TOKENS}")
+    check_tokens("grammar", token_ids)
+    return Grammar(GrammarKind.TOKENS, json.dumps(sorted(set(token_ids))))
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:

@@ -64,6 +64,10 @@ class ThoughtParser:
         """Or may be: the opening is not complete yet."""
         return not self._is_over
 
+    @property
+    def is_over(self) -> bool:
+        return self._answer.is_over
+
     def push(self, text: str) -> list[Piece]:
         if self._is_over:
             return self._after(text)

@@ -97,6 +97,9 @@ class CallParser:
     What begins like a call and is none comes back as words: JSON of another shape, a name that no tool has. Once a
     call's name was given out it stays one, however its arguments end. A call that was cut off before its name is words
     too, unless it follows others: then it is left out.
+
+    A call that repeats the one right before it, name and arguments, ends the turn: small models go on like that for
+    ever. A call of the same tool is therefore held back until its arguments differ; cut off before, it is left out.
     """
 
     def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:
@@ -111,16 +114,22 @@ class CallParser:
         self._is_in_list = False
         self._call = _Call(format, self._names)
         self._num_calls = 0
+        self._arguments = ""  # of this call, so far
+        self._last: tuple[str, str] | None = None  # name and arguments of the call right before this one
+        self._is_held = False  # this call may turn out to be that one again
+        self.is_over = False
 
     def push(self, text: str) -> list[Piece]:
-        self._rest += text
         pieces: list[Piece] = []
-        while self._step(pieces):
+        self._rest += text
+        while not self.is_over and self._step(pieces):
             pass
         return _joined(pieces)
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
+        if self.is_over:
+            return pieces
         while self._state in (_State.OPENED, _State.CALL) and self._raw and not self._num_calls:
             self._give_up(pieces)
             while self._step(pieces):
@@ -216,15 +225,37 @@ class CallParser:
 
     def _start_call(self, pieces: list[Piece]) -> None:
         self._raw, self._blank, self._is_at_start = [], "", False
+        self._arguments = ""
+        self._is_held = self._last is not None and self._last[0] == self._call.name
+        if not self._is_held:
+            self._tell_call(pieces)
+
+    def _tell_call(self, pieces: list[Piece]) -> None:
         assert self._call.name is not None
         pieces.append(CallStart(self._num_calls, new_call_id(), self._call.name))
 
     def _grow_call(self, pieces: list[Piece]) -> None:
-        if self._call.is_ready and (text := self._call.take()):
-            pieces.append(CallArguments(self._num_calls, text))
+        if not self._call.is_ready or not (text := self._call.take()):
+            return
+        self._arguments += text
+        if self._is_held:
+            assert self._last is not None
+            if self._last[1].startswith(self._arguments):
+                return
+            self._is_held, text = False, self._arguments
+            self._tell_call(pieces)
+        pieces.append(CallArguments(self._num_calls, text))
 
     def _end_call(self, pieces: list[Piece]) -> None:
         self._grow_call(pieces)
+        this = self._call.name or "", self._arguments
+        if self._is_held and this == self._last:
+            self.is_over = True
+            return
+        if self._is_held:  # it breaks off in the middle of its JSON: it is not that call again
+            self._tell_call(pieces)
+            pieces.append(CallArguments(self._num_calls, self._arguments))
+        self._last, self._is_held = this, False
         self._num_calls += 1
         self._is_after_call = True
 
@@ -267,6 +298,7 @@ class CallParser:
             self._blank += text
             return
         pieces.append(Words(self._blank + words))
+        self._last = None
         self._blank = text[len(words) :]
         self._is_at_start = self._is_after_call = False
 

@@ -155,6 +155,8 @@ def _embedded(grammar: Grammar) -> str:
             return f"/{_escaped_slashes(grammar.source)}/"
         case GrammarKind.LARK:
             return f"%lark {{\n{grammar.source}\n}}"
+        case GrammarKind.TOKENS:
+            raise InvalidRequest("grammar: a list of tokens holds for the whole answer, and leaves no room for calls")
 
 
 def _escaped_slashes(regex: str) -> str:

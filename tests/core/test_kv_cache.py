@@ -262,6 +262,16 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
         cache.check_fits(8, 7)
 
 
+def test_what_is_not_looked_for_is_no_query() -> None:
+    off = KVCacheManager(9, 4, is_caching=False)
+    off.grow(make_request(1, 8), 8)
+    scored = Request(2, range(8), SamplingParams(prompt_logprobs=0))  # it needs every position computed
+    on = make_cache()
+    on.grow(scored, 8, on.match(scored))
+    for cache in (off, on):
+        assert (cache.stats().num_queried_tokens, cache.stats().num_hit_tokens) == (0, 0)
+
+
 def test_stats_count_hits_tails_and_twins() -> None:
     cache = make_cache()
     first, twin = make_request(1, 8), make_request(2, 8)

@@ -116,6 +116,7 @@ def test_a_worker_says_what_it_is_and_how_long_its_start_took(tiny_model: Path) 
             assert facts.kv_bytes == 50 * 32 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, k and v, layers, heads, size, fp32
             assert set(facts.timings_s) == {"import", "weights", "warm_up"}
             assert all(took_s > 0 for took_s in facts.timings_s.values())
+            assert facts.step_s > 0  # of a full step, measured before the first request
             # the warm-up left no trace
             found = await stats(engine)
             assert found.cache.num_queried_tokens == found.cache.num_cached == found.num_steps == 0

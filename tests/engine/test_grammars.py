@@ -32,6 +32,7 @@ from quire.text.grammar import (
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
+    token_grammar,
 )
 from quire.text.tokenizer import Tokenizer
 from tests.engine.serving import client, run, usage
@@ -296,6 +297,35 @@ def test_answers_of_a_worker_follow_their_grammars(tiny_model: Path) -> None:
             alone = await answer(engine, grammar=grammar, n=3)
             assert [one.text for one in alone.completions] == [one.text for one in answers[0].completions]
             assert await usage(engine) == (0, 0, 0)
+
+    run(work())
+
+
+def test_a_list_of_tokens_is_a_mask_that_never_changes(grammars: Grammars) -> None:
+    matcher = grammars.compile(token_grammar([9, 4, 9])).matcher()
+    for token in (4, 9, 4):
+        assert allowed(matcher.mask()) == {4, 9}  # the end of text is not among them
+        assert not matcher.consume(token)
+    with pytest.raises(InvalidRequest, match="grammar: token id 4000000 is outside the vocabulary"):
+        grammars.compile(token_grammar([4, 4_000_000]))
+    with pytest.raises(InvalidRequest, match="0 tokens are not 1 to 4096"):
+        token_grammar([])
+
+
+def test_an_answer_of_listed_tokens_through_a_worker(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with client(tiny_model, backend="native") as engine:
+            ids = [5, 6, 300]
+            found = await answer(engine, grammar=token_grammar(ids), max_tokens=40, temperature=1.0)
+            (one,) = found.completions
+            assert set(one.token_ids) == set(ids)
+            assert (len(one.token_ids), one.finish_reason) == (40, FinishReason.LENGTH)
+            eos = engine.text.eos_token_ids[0]
+            ended = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=400, temperature=1.0)
+            assert ended.completions[0].finish_reason is FinishReason.STOP
+            assert ended.completions[0].token_ids[-1] == eos
+            on = await answer(engine, grammar=token_grammar([5, eos]), max_tokens=60, ignore_eos=True, temperature=1.0)
+            assert len(on.completions[0].token_ids) == 60
 
     run(work())
 

@@ -10,10 +10,11 @@ import pytest
 from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import PromptLogprobs, TokenLogprobs
 from quire.engine.engine import EngineOutput
-from quire.engine.outputs import Answers
+from quire.engine.outputs import Answers, TokenLogprob
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.errors import InvalidRequest, RequestFailed
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import IN_WORDS, CallParser
 from quire.weights.spec import GenerationDefaults
 from tests.text.vocabularies import byte_level_json
 
@@ -66,6 +67,20 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_a_token_stream(tokenizer
     assert answers.usage.completion_tokens == position
 
 
+def test_a_turn_that_its_parser_ends_is_ended_in_the_engine_too(tokenizer: Tokenizer) -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n'
+    answers = make(tokenizer, new_parser=lambda: CallParser(IN_WORDS, ("get",)), n=2)
+    ids = tokenizer.encode(call * 4)
+    position = 0
+    while (delta := answers.push(0, output(ids[position]))).finish_reason is None:
+        position += 1
+    assert delta.finish_reason is FinishReason.STOP  # whoever drives the engine sees that it goes on there, and ends it
+    assert delta.stop is None
+    assert tokenizer.decode(ids[: position + 1]).count('{"a": 1}}') == 2  # nothing of a third call was read
+    assert answers.num_tokens(0) == position + 1 == answers.usage.completion_tokens  # the repeated call was computed
+    assert not answers.is_finished  # the other sample goes on
+
+
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
     answers = make(tokenizer, stop=("dog!",))
     ids = tokenizer.encode("the dog")
@@ -95,6 +110,62 @@ def test_samples_are_kept_apart(tokenizer: Tokenizer) -> None:
     assert [one.text for one in answers.result().completions] == ["The fox", "lazy dog"]
     assert answers.usage.cached_tokens == 1  # what the first sample found; the others share with it
     assert answers.usage.prompt_tokens == 3
+
+
+def scored(token: int) -> tuple[TokenLogprobs, ...]:
+    return (TokenLogprobs(token, -0.5, 0, ()),)
+
+
+def test_logprobs_come_with_the_text_of_their_tokens_and_end_with_it(tokenizer: Tokenizer) -> None:
+    """Of a text that a stop string cuts, and of the same text uncut."""
+    ids = tokenizer.encode("The lazy 🎉 dog. The")
+    pieces = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+    for stop in ("dog.", "never", "z"):
+        answers = make(tokenizer, sampling=SamplingParams(logprobs=0), stop=(stop,))
+        shown = ""
+        told: list[TokenLogprob] = []
+        for token in ids:
+            is_last = token == ids[-1]
+            reason = FinishReason.LENGTH if is_last else None
+            delta = answers.push(0, output(token, reason=reason, logprobs=scored(token)))
+            shown += delta.text
+            told += delta.logprobs
+            assert all(entry.offset < len(shown) for entry in delta.logprobs)  # not before its text
+            if delta.finish_reason is not None:
+                break
+        assert shown == "The lazy 🎉 dog. The".partition(stop)[0]
+        assert tuple(told) == answers.result().completions[0].logprobs
+        assert [entry.text for entry in told] == pieces[: len(told)]
+        assert told[-1].offset < len(shown) <= told[-1].offset + max(1, len(told[-1].text))
+        for entry in told:
+            if "\ufffd" not in entry.text:
+                assert entry.text.startswith(shown[entry.offset :][: len(entry.text)])
+
+
+def test_control_tokens_that_are_not_shown_have_no_width(tokenizer: Tokenizer) -> None:
+    a, b = (tokenizer.encode(text)[0] for text in ("The", " dog"))
+    answers = make(tokenizer, sampling=SamplingParams(logprobs=0, stop_token_ids=(2,)))
+    for token in (a, 1, b):  # 1: <|im_start|>
+        answers.push(0, output(token, logprobs=scored(token)))
+    answers.push(0, output(2, reason=FinishReason.STOP, logprobs=scored(2)))
+    one = answers.result().completions[0]
+    size = len(tokenizer.decode([a]))
+    assert [entry.offset for entry in one.logprobs or ()] == [0, size, size, len(one.text)]
+
+
+def test_an_answer_nobody_asked_for_is_not_told(tokenizer: Tokenizer) -> None:
+    params = GenerationParams(max_tokens=0, logprobs=1, prompt_logprobs=1)
+    assert params.sampling(GenerationDefaults(), ()).max_tokens == 1
+    answers = make(tokenizer, sampling=params.sampling(GenerationDefaults(), (2,)), hides_answer=True)
+    prompt = PromptLogprobs(1, (TokenLogprobs(2, -1.0, 3, ()), TokenLogprobs(3, -2.0, 4, ())))
+    delta = answers.push(
+        0, output(2, reason=FinishReason.STOP, logprobs=scored(2), prompt_logprobs=prompt, num_cached_tokens=1)
+    )
+    assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", (), (), FinishReason.LENGTH)
+    result = answers.result()
+    assert (result.usage.completion_tokens, result.usage.total_tokens) == (0, 3)
+    assert result.completions[0].logprobs == ()
+    assert [entry and entry.logprob for entry in result.prompt_logprobs or ()] == [None, -1.0, -2.0]
 
 
 def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
@@ -137,7 +208,9 @@ def test_a_failed_sample_raises_from_result_and_is_told_in_output(tokenizer: Tok
         ({"stop_token_ids": range(200)}, "stop_token_ids has 200"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "logit_bias has 2000"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens = 5"),
-        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"max_tokens": -1}, "max_tokens = -1"),
+        ({"max_tokens": False}, "max_tokens = False"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens = 1 is more than max_tokens = 0"),
         ({"seed": 2**70}, "seed ="),
         ({"stop": 5}, "stop = 5"),
         ({"stop_token_ids": 5}, "stop_token_ids = 5"),

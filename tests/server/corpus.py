@@ -14,6 +14,7 @@ import msgspec
 
 from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.cache import ExplainRequest, PinRequest, UnpinRequest
+from quire.server.openai import other_servers
 from quire.server.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
 from quire.server.openai.responses_types import ResponsesRequest
 from quire.server.openai.support import ACCEPTED
@@ -213,8 +214,20 @@ def _numbers() -> Iterator[Hostile]:
         yield field(path, "n", -1)
         yield field(path, "n", 33)
         yield field(path, "n", True)
-        yield field(path, "max_tokens", 0)
-        yield field(path, "max_tokens", -1)
+        yield field(path, "max_tokens", -2)
+        yield field(path, "repeat_penalty", 0)
+        yield field(path, "allowed_token_ids", [])
+        yield field(path, "allowed_token_ids", [-1])
+        yield field(path, "allowed_token_ids", [10**6], says="outside the vocabulary")
+        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", says="100000 tokens")
+        yield field(path, "ebnf", "yes or no", says="A GBNF grammar looks like")
+        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", says="nested")
+        yield field(path, "ebnf", "root ::= root", label="root that is root")
+        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", says="characters is more than")
+        yield field(path, "grammar", "yes or no", says="neither a rule of Lark")
+        yield field(path, "regex", "(")
+        yield field(path, "json_schema", "{")
+        yield field(path, "mirostat", 2, says="not supported")
         yield field(path, "max_tokens", 2**63)
         yield field(path, "max_tokens", 1.5)
         yield field(path, "min_tokens", 3)  # more than max_tokens
@@ -244,6 +257,7 @@ def _numbers() -> Iterator[Hostile]:
         yield field(path, "prompt_cache_key", "")
         yield field(path, "prompt_cache_key", "k" * 10_000)
         yield field(path, "prompt_cache_retention", "for ever")
+    yield field(CHAT, "max_tokens", 0)
     yield field(CHAT, "max_completion_tokens", 0)
     yield field(CHAT, "top_logprobs", 21)
     yield field(CHAT, "top_logprobs", 5)  # without logprobs
@@ -573,7 +587,8 @@ def _wrong_types() -> Iterator[Hostile]:
     for path, struct in STRUCTS.items():
         for one in msgspec.structs.fields(struct):
             name = one.encode_name
-            accepted = {*ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
+            accepted = {*ACCEPTED, *other_servers.ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
+            accepted.add("return_token_strs")
             if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
                 continue  # takes anything, or refuses anything: both tested on their own
             takes_object = name in (
@@ -584,6 +599,7 @@ def _wrong_types() -> Iterator[Hostile]:
                 "cache_control",
                 "structured_outputs",
                 "guided_json",
+                "json_schema",
                 "output_config",
                 "context_management",
                 "text",
@@ -650,8 +666,8 @@ def corpus() -> tuple[Hostile, ...]:
 NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, as far as they are whole
     CHAT: {
         "n": (1, 32),
-        "max_tokens": (1, 4096),
-        "max_completion_tokens": (1, 4096),
+        "max_tokens": (-1, 4096),
+        "max_completion_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
         "temperature": (0, 100),
         "top_p": (0, 1),
@@ -666,7 +682,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
     },
     COMPLETIONS: {
         "n": (1, 32),
-        "max_tokens": (1, 4096),
+        "max_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
         "logprobs": (0, 20),
         "best_of": (1, 32),
@@ -683,7 +699,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "priority": (-100, 100),
     },
     RESPONSES: {
-        "max_output_tokens": (1, 4096),
+        "max_output_tokens": (-1, 4096),
         "temperature": (0, 100),
         "top_p": (0, 1),
         "top_logprobs": (0, 20),

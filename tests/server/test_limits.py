@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Quota, Quotas, Reading, Ticket
+from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quota, Quotas, Reading, Ticket
 
 
 class Clock:
@@ -97,6 +97,31 @@ def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
     for _ in range(900):
         enter(door, 1)
     assert door.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def test_retry_after_begins_with_what_a_measured_step_takes_in() -> None:
+    clock = Clock()
+    door = Door(1000, 10**9, clock)
+    door.expect(Intake(step_s=0.5, num_tokens=100, num_requests=8))
+    assert door.retry_after_s() == 1.0
+    tickets = [enter(door, 1) for _ in range(64)]
+    assert door.retry_after_s() == 2  # half of 64 begin in four steps
+    for ticket in tickets:
+        ticket.grow(50)
+    assert door.retry_after_s() == 8  # half of 3,200 tokens in sixteen
+    clock.now_s += 12.0
+    assert door.retry_after_s() == 12  # none has begun in all that time: the machine is not idle
+    tickets[0].start()
+    clock.now_s += 1.0
+    assert door.retry_after_s() == 32  # from now on by what is seen: half of 63 at one a second
+    clock.now_s += 600.0
+    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+    for ticket in tickets:
+        ticket.leave()
+    enter(door, 1)
+    assert door.retry_after_s() == 1.0  # after a rest as at the beginning
+    door.expect(None)
+    assert door.retry_after_s() == 30.0  # it was unloaded: nothing is known
 
 
 def test_bodies_share_a_budget_and_give_it_back() -> None:

@@ -331,6 +331,140 @@ def test_old_logprobs_and_echo(client: OpenAI) -> None:
     assert client.completions.create(echo=True, **options).choices[0].text == f"{prompt} Paris."
 
 
+def test_scoring_a_prompt_generates_nothing(client: OpenAI, server: Server) -> None:
+    """What lm-evaluation-harness and others ask for: the log probabilities of prompts, several at once."""
+    texts = ["The capital of France is Paris.", "One, two"]
+    ids = tokens_of(server, prompt=texts[1])
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": [texts[0], ids], "temperature": 0, "logprobs": 2}
+    found = client.completions.create(max_tokens=0, echo=True, **options)
+    assert [choice.text for choice in found.choices] == texts
+    assert {choice.finish_reason for choice in found.choices} == {"length"}
+    assert found.usage is not None
+    assert (found.usage.completion_tokens, found.usage.total_tokens) == (0, found.usage.prompt_tokens)
+    longer = client.completions.create(max_tokens=1, echo=True, **options)
+    for one, other, text in zip(found.choices, longer.choices, texts, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert "".join(one.logprobs.tokens or ()) == text
+        assert (other.logprobs.token_logprobs or [])[:-1] == one.logprobs.token_logprobs
+        assert len(one.logprobs.top_logprobs or ()) == len(one.logprobs.tokens or ())
+    silent = client.completions.create(model=DEFAULT_MODEL, prompt="Hello", max_tokens=0)
+    assert (silent.choices[0].text, silent.choices[0].finish_reason) == ("", "length")
+    with client.completions.create(model=DEFAULT_MODEL, prompt="Hello", max_tokens=0, echo=True, stream=True) as stream:
+        chunks = [choice for chunk in stream for choice in chunk.choices]
+    assert ["".join(choice.text for choice in chunks), chunks[-1].finish_reason] == ["Hello", "length"]
+
+
+def test_logprobs_end_where_a_stop_string_cuts_the_text(client: OpenAI) -> None:
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "The capital of France is", "temperature": 0}
+    whole = client.completions.create(max_tokens=8, logprobs=0, **options).choices[0]
+    assert whole.logprobs is not None
+    tokens = whole.logprobs.tokens or []
+    stop = "".join(tokens[2:4])
+    for is_streaming in (False, True):
+        cut = client.completions.create(max_tokens=8, logprobs=0, stop=stop, stream=is_streaming, **options)
+        parts = [choice for chunk in cut for choice in chunk.choices] if is_streaming else cut.choices
+        assert "".join(part.text for part in parts) == "".join(tokens[:2])
+        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens or ()] == tokens[:2]
+    tops = whole.logprobs.top_logprobs or []
+    chosen = [{token: number} for token, number in zip(tokens, whole.logprobs.token_logprobs or (), strict=True)]
+    assert tops == chosen  # logprobs = 0: the chosen token alone
+
+
+def test_echo_of_control_tokens_and_its_offsets(client: OpenAI, server: Server) -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n"
+    ids = tokens_of(server, prompt=text)
+    for prompt, skips in ((text, True), (ids, True), (ids, False)):
+        answer = client.completions.create(
+            model=DEFAULT_MODEL,
+            prompt=prompt,
+            max_tokens=0,
+            echo=True,
+            logprobs=1,
+            extra_body={"skip_special_tokens": skips},
+        ).choices[0]
+        assert answer.text == ("user\nHi\n" if prompt is ids and skips else text)
+        assert answer.logprobs is not None
+        offsets = answer.logprobs.text_offset or []
+        for token, offset, end in zip(
+            answer.logprobs.tokens or (), offsets, (*offsets[1:], len(answer.text)), strict=True
+        ):
+            is_hidden = prompt is ids and skips and token.startswith("<|")
+            assert answer.text[offset:end] == ("" if is_hidden else token)
+
+
+def test_shapes_in_the_words_of_other_servers(client: OpenAI, server: Server) -> None:
+    yes_or_no = 'root ::= answer "."\nanswer ::= "Yes" | "No"'
+    schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    shape: dict[str, Any]
+    for shape in (
+        {"grammar": yes_or_no},
+        {"ebnf": yes_or_no},
+        {"guided_grammar": yes_or_no},
+        {"grammar": 'start: ("Yes" | "No") "."'},
+        {"regex": r"(Yes|No)\."},
+    ):
+        answer = chat(client, "Is the sky blue?", extra_body=shape)
+        assert answer.choices[0].message.content in ("Yes.", "No.")
+        assert answer.choices[0].finish_reason == "stop"
+    for shape in (
+        {"json_schema": schema},
+        {"json_schema": json.dumps(schema)},
+        {"response_format": {"type": "json_object", "schema": schema}},
+    ):
+        content = chat(client, "Is the sky blue?", extra_body=shape).choices[0].message.content
+        assert set(json.loads(content or "")) == {"ok"}
+    names = {word: tokens_of(server, prompt=word)[0] for word in ("Yes", "No")}
+    answer = chat(client, "Is the sky blue?", max_tokens=1, extra_body={"allowed_token_ids": list(names.values())})
+    assert answer.choices[0].message.content in names
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids: token id 4000000 is outside") as error:
+        chat(client, extra_body={"allowed_token_ids": [4_000_000]})
+    assert error.value.param == "allowed_token_ids"
+    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; text stands in quotes"):
+        chat(client, extra_body={"ebnf": "root ::= item"})
+
+
+def test_usage_in_every_chunk(client: OpenAI) -> None:
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
+    found: list[Any] = [chunk.usage for chunk in chat_chunks(client, stream_options=options)]
+    counts = [usage.completion_tokens for usage in found]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == counts[-2]
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in found)
+
+
+def test_what_a_remote_tokenizer_asks(server: Server) -> None:
+    """The calls that lm-evaluation-harness makes with tokenizer_backend=remote."""
+    info = server.ask("GET", "/tokenizer_info").json
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    assert "<|im_start|>" in info["chat_template"]
+    assert info["model_max_length"] > 0
+    (end,) = server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json["tokens"]
+    assert server.post("/detokenize", {"tokens": [end]}).json["prompt"] == info["eos_token"]
+    assert server.ask("GET", "/tokenizer_info?model=nobody").status == 404
+
+
+def test_tokenize_makes_the_prompt_that_chat_would(client: OpenAI, server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "now", "description": "The time", "parameters": {}}}
+    answered = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
+    for messages, fields in (
+        (MESSAGES, {"tools": [tool]}),
+        (answered, {"continue_final_message": True}),
+        (answered, {"continue_final_message": True, "add_generation_prompt": False}),
+        (MESSAGES, {"add_generation_prompt": False}),
+    ):
+        tokens = tokens_of(server, messages=messages, **fields)
+        usage = chat(client, messages=messages, max_tokens=1, extra_body=fields).usage
+        assert usage is not None
+        assert usage.prompt_tokens == len(tokens)
+    plain = tokens_of(server, messages=MESSAGES)
+    assert len(tokens_of(server, messages=MESSAGES, tools=[tool])) > len(plain)
+    wrong = server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"unheard_of": 1}})
+    assert wrong.status == 400
+    assert "chat_template_kwargs" in wrong.json["error"]["message"]
+
+
 def test_logit_bias_forces_and_forbids(client: OpenAI, server: Server) -> None:
     (banana,) = tokens_of(server, prompt=" banana")
     (the,) = tokens_of(server, prompt="The")
@@ -571,7 +705,7 @@ TOO_LONG = [{"role": "user", "content": "word " * 9000}]
         ({"messages": []}, "messages", None),
         ({"messages": [{"role": "judge", "content": "Hi"}]}, "messages[0].role", None),
         ({"max_tokens": 0}, "max_tokens", None),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", None),
+        ({"max_completion_tokens": -2}, "max_completion_tokens", None),
         ({"temperature": -1}, "temperature", None),
         ({"temperature": "hot"}, "temperature", None),
         ({"n": 0}, "n", None),

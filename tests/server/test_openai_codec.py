@@ -25,16 +25,24 @@ from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.cache_view import view
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.openai import types
+from quire.server.openai import other_servers, types
 from quire.server.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
-from quire.server.openai.completions import completion_stream, echoed, parse_completion, whole_completion
+from quire.server.openai.completions import (
+    Echo,
+    completion_stream,
+    echo_of,
+    parse_completion,
+    token_offsets,
+    whole_completion,
+)
 from quire.server.openai.encoding import cache_view, events, fingerprint, head_of
 from quire.server.openai.errors import OPENAI
 from quire.server.openai.parsing import in_their_words
-from quire.server.openai.support import ACCEPTED, UNSUPPORTED
+from quire.server.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.work import Work
 from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
@@ -42,14 +50,16 @@ from quire.text.grammar import (
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
+    token_grammar,
 )
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import IN_WORDS, CallParser
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
-from tests.text.vocabularies import byte_level_json
+from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 
 USER = [{"role": "user", "content": "Hi"}]
+GBNF = 'root ::= "yes" | "no"'
 CHAT_FIELDS = frozenset(types.ChatCompletionRequest.__struct_fields__)
 COMPLETION_FIELDS = frozenset(types.CompletionRequest.__struct_fields__)
 
@@ -104,6 +114,12 @@ PARAMS: list[tuple[str, Any, str, Any]] = [
     ("seed", 7, "seed", 7),
     ("n", 3, "n", 3),
     ("max_tokens", 64, "max_tokens", 64),
+    ("max_tokens", -1, "max_tokens", None),
+    ("n_predict", 64, "max_tokens", 64),
+    ("n_predict", -1, "max_tokens", None),
+    ("repeat_penalty", 1.1, "repetition_penalty", 1.1),
+    ("no_stop_trim", True, "include_stop", True),
+    ("seed", -1, "seed", None),
     ("min_tokens", 2, "min_tokens", 2),
     ("stop", "END", "stops", ("END",)),
     ("stop", ["a", "b"], "stops", ("a", "b")),
@@ -219,6 +235,7 @@ def test_breakpoints_of_the_conversation_are_pins_and_the_latest_four_count() ->
         (["a", "b"], ("a", "b")),
         ([1, 2, 3], ((1, 2, 3),)),
         ([[1], [2, 3]], ((1,), (2, 3))),
+        ([[1], "b", [2, 3]], ((1,), "b", (2, 3))),
     ],
 )
 def test_prompts(prompt: Any, expected: tuple[Any, ...]) -> None:
@@ -256,8 +273,63 @@ def test_what_is_sent_by_habit_passes(field: str) -> None:
         assert chat(**{field: value}) == chat()
 
 
+@pytest.mark.parametrize("field", other_servers.REFUSED)
+def test_fields_of_other_servers_that_change_the_answer_are_refused_by_name(field: str) -> None:
+    for ask in (chat, completion):
+        with pytest.raises(ApiError, match=f"^{field} is not supported: ") as error:
+            ask(**{field: "x"})
+        assert (error.value.kind, error.value.param) == (Kind.INVALID, field)
+        for value in (None, *other_servers.REFUSED[field].harmless):
+            assert ask(**{field: value}) == ask()
+
+
+def test_a_number_is_no_switch() -> None:
+    """In Python 1 == True: a mirostat that is switched on must not pass for one that is off, nor the other way."""
+    for fields in ({"mirostat": False}, {"separate_reasoning": 1}):
+        with pytest.raises(ApiError):
+            chat(**fields)
+
+
+@pytest.mark.parametrize("field", other_servers.ACCEPTED)
+def test_fields_of_other_servers_without_effect_are_named_in_the_header(field: str) -> None:
+    for ask in (chat, completion):
+        assert ask(**{field: 7}) == replace(ask(), ignored=(field,))
+        assert ask(**{field: None}).ignored == ()
+
+
+def test_fields_that_only_the_other_way_to_ask_has() -> None:
+    for field, table in (("echo", CHAT_UNSUPPORTED), ("return_token_ids", CHAT_UNSUPPORTED)):
+        assert field in COMPLETION_FIELDS
+        with pytest.raises(ApiError, match=table[field].why):
+            chat(**{field: True})
+        assert chat(**{field: False}) == chat()
+    assert chat(add_special_tokens=False) == chat()
+    assert completion(add_special_tokens=True) == completion()
+    for ask, value in ((chat, True), (completion, False)):
+        with pytest.raises(ApiError, match="add_special_tokens is not supported"):
+            ask(add_special_tokens=value)
+
+
+def test_completions_may_ask_for_no_answer() -> None:
+    assert completion(max_tokens=0, echo=True, logprobs=1).params.is_empty
+    assert completion(n_predict=0).params.is_empty
+    assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
+
+
+def test_thinking_is_switched_by_a_field_of_its_own() -> None:
+    for fields, expected in (
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, False),
+        ({}, None),
+    ):
+        (found,) = chat(**fields).prompts
+        assert isinstance(found, ChatRequest)
+        assert found.wants_thought is expected
+
+
 def test_stream_options_are_for_the_encoder() -> None:
-    options = {"include_usage": True, "include_obfuscation": False}
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=options) == chat(stream=True)
 
 
@@ -269,6 +341,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"n": 0}, "n = 0 is not", "n"),
     ({"n": 10**6}, "n = 1000000 is not", "n"),
     ({"max_tokens": 0}, "max_tokens = 0 is not", "max_tokens"),
+    ({"n_predict": 0}, "n_predict = 0 is not", "n_predict"),
     ({"max_completion_tokens": 0}, "max_completion_tokens = 0 is not", "max_completion_tokens"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens = 9 is more than max_tokens = 3", "min_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
@@ -376,13 +449,14 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt has 0 entries", "prompt"),
     ({"prompt": ["x"] * 65}, "prompt has 65 entries", "prompt"),
     ({"prompt": [1, "a"]}, "prompt[1] is a str, not a token id", "prompt[1]"),
-    ({"prompt": ["a", 1]}, "prompt[1] is a int, of another kind", "prompt[1]"),
-    ({"prompt": ["a", [1]]}, "prompt[1] is a list, of another kind", "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1] is a token id among prompts", "prompt[1]"),
     ({"prompt": [3, -1]}, "prompt[1] = -1 is not a token id", "prompt[1]"),
     ({"prompt": [[3], [2**40]]}, "prompt[1][0] = 1099511627776 is not", "prompt[1][0]"),
     ({"prompt": ["x"] * 10, "n": 20}, "n = 20 for 10 prompts", "n"),
     ({"logprobs": 21}, "logprobs = 21 is not", "logprobs"),
-    ({"max_tokens": 0}, "max_tokens = 0 is not", "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens = -2 is not", "max_tokens"),
+    ({"n_predict": -2}, "n_predict = -2 is not", "n_predict"),
+    ({"max_tokens": 0, "min_tokens": 1}, "min_tokens = 1 is more than max_tokens = 0", "min_tokens"),
     ({"best_of": 3}, "best_of = 3 is not supported", "best_of"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs is not supported in a stream", "echo"),
 ]
@@ -512,6 +586,25 @@ def test_a_stream_with_usage() -> None:
     assert choices(chunks)[-1] == said(0, {}, "length")
     assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
     assert final["cache"] == msgspec.to_builtins(CACHE)
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_stream_with_the_usage_so_far_in_every_chunk(include_usage: bool) -> None:
+    encoder = chat_stream(HEAD, chat(n=2), include_usage=include_usage, has_running_usage=True)
+    ids = (1, 2, 3)
+    first = judged(encoder.chunks([(0, replace(delta("Hi"), token_ids=ids))], USAGE))
+    others = [
+        (0, replace(delta("Ho", index=1), token_ids=ids)),
+        (0, replace(delta("", FinishReason.STOP), token_ids=(4,))),
+    ]
+    second = judged(encoder.chunks(others, USAGE))
+    prompt = USAGE.prompt_tokens
+    counts = [(chunk["usage"]["completion_tokens"], chunk["usage"]["total_tokens"]) for chunk in (*first, *second)]
+    assert counts == [(count, prompt + count) for count in (3, 3, 6, 6, 7)]  # of all choices together
+    encoder.chunks([(0, delta("", FinishReason.STOP, index=1))], USAGE)
+    held, *final = judged(encoder.last(USAGE, None))
+    assert held["usage"] == {key: BILL[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert [chunk["usage"] for chunk in final[:-1]] == ([BILL] if include_usage else [])
 
 
 def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> None:
@@ -684,6 +777,18 @@ SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_choice": ["a", "b.c"]}, choice_grammar(["a", "b.c"])),
     ({"guided_regex": "[a-z]+"}, regex_grammar("[a-z]+")),
     ({"structured_outputs": {"grammar": "start: /x/"}}, lark_grammar("start: /x/")),
+    ({"structured_outputs": {"grammar": GBNF}}, lark_grammar(gbnf_to_lark(GBNF))),
+    ({"guided_grammar": GBNF}, lark_grammar(gbnf_to_lark(GBNF))),
+    ({"grammar": GBNF}, lark_grammar(gbnf_to_lark(GBNF))),
+    ({"grammar": "start: /x/"}, lark_grammar("start: /x/")),
+    ({"grammar": ""}, None),
+    ({"ebnf": GBNF}, lark_grammar(gbnf_to_lark(GBNF))),
+    ({"regex": "[a-z]+"}, regex_grammar("[a-z]+")),
+    ({"json_schema": json.dumps(WEATHER)}, json_schema_grammar(WEATHER, strict=False)),
+    ({"json_schema": WEATHER}, json_schema_grammar(WEATHER, strict=False)),
+    ({"response_format": {"type": "json_object", "schema": WEATHER}}, json_schema_grammar(WEATHER, strict=False)),
+    ({"response_format": {"type": "json_schema", "schema": WEATHER}}, json_schema_grammar(WEATHER, strict=False)),
+    ({"allowed_token_ids": [9, 5, 5]}, token_grammar([5, 9])),
 ]
 
 
@@ -704,6 +809,11 @@ def test_shapes_of_answers(fields: dict[str, Any], grammar: Grammar | None) -> N
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "x" * 10**5}, "guided_regex"),
         ({"guided_regex": "a", "structured_outputs": {"choice": ["b"]}}, "guided_regex"),
+        ({"regex": "a", "guided_regex": "b"}, "regex"),
+        ({"ebnf": "start: /x/"}, "ebnf"),
+        ({"grammar": "anything"}, "grammar"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -711,6 +821,13 @@ def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param
         with pytest.raises((ApiError, InvalidRequest)) as error:
             ask(**fields)
         assert refusal(error)[1] == param
+
+
+def test_a_text_that_is_no_grammar_is_told_what_one_looks_like() -> None:
+    with pytest.raises(ApiError, match=r"neither a rule of Lark, as in start: .* nor one of GBNF, as in root ::="):
+        chat(grammar="yes or no")
+    with pytest.raises(ApiError, match=r'ebnf: line 1: expected ::= .*looks like root ::= "yes" \| "no"'):
+        chat(ebnf="start: yes")
 
 
 def test_a_regex_in_the_wrong_field_is_sent_to_the_right_one() -> None:
@@ -814,7 +931,7 @@ def test_a_whole_chat() -> None:
 
 def test_a_completion_stream() -> None:
     ask = completion(prompt=["ab", "cd"], echo=True)
-    encoder = completion_stream(TEXT_HEAD, ask, ["ab", "cd"], include_usage=True)
+    encoder = completion_stream(TEXT_HEAD, ask, [Echo("ab"), Echo("cd")], include_usage=True)
     found = read(encoder.chunks([(1, delta("x")), (0, delta("y")), (1, delta("z", FinishReason.STOP))]))
     head = msgspec.to_builtins(TEXT_HEAD)
     plain = {"logprobs": None, "finish_reason": None}
@@ -837,14 +954,11 @@ def test_a_completion_stream() -> None:
 
 
 def test_old_logprobs_in_a_stream_count_characters() -> None:
-    encoder = completion_stream(TEXT_HEAD, completion(logprobs=2), None, include_usage=False)
-    tail = logprob(SMILE[2:], -0.25, (logprob("a", -0.1), logprob("b", -0.2)))
-    first, second = choices(
-        read(
-            encoder.chunks(
-                [(0, delta("Hi", logprobs=(HI, HALF))), (0, delta("🙂", logprobs=(tail, logprob("!", -2.0))))]
-            )
-        )
+    encoder = completion_stream(TEXT_HEAD, completion(logprobs=2), [Echo("abc")], include_usage=False)
+    tail = replace(logprob(SMILE[2:], -0.25, (logprob("a", -0.1), logprob("b", -0.2))), offset=2)
+    half, end = replace(HALF, offset=2), replace(logprob("!", -2.0), offset=3)
+    _, first, second = choices(
+        read(encoder.chunks([(0, delta("Hi", logprobs=(HI, half))), (0, delta("🙂", logprobs=(tail, end)))]))
     )
     assert first["logprobs"] == {
         "tokens": ["Hi", "bytes:\\xf0\\x9f"],
@@ -853,9 +967,9 @@ def test_old_logprobs_in_a_stream_count_characters() -> None:
             {"Hi": -0.5, "Ho": -1.5},
             {"bytes:\\xf0\\x9f": -1.0, "bytes:\\xf0\\x9f\\x99": -9999.0},
         ],
-        "text_offset": [0, 2],
+        "text_offset": [3, 5],  # behind the prompt
     }
-    assert second["logprobs"]["text_offset"] == [3, 3]
+    assert second["logprobs"]["text_offset"] == [5, 6]  # both parts of a character are where it is
     # The chosen one is told even where it is not among the best.
     assert second["logprobs"]["top_logprobs"][0] == {"a": -0.1, "b": -0.2, "bytes:\\x99\\x82": -0.25}
 
@@ -866,7 +980,7 @@ def tokenizer() -> Tokenizer:
 
 def test_a_whole_completion() -> None:
     outputs = [output("one", "two", logprobs=(HI,)), output("three", "four", logprobs=(HI,))]
-    answer = whole_completion(TEXT_HEAD, outputs, USAGE, None, ["P", "QQ"], tokenizer())
+    answer = whole_completion(TEXT_HEAD, outputs, USAGE, None, [Echo("P"), Echo("QQ")], tokenizer())
     found = json.loads(msgspec.json.encode(answer))
     judge = SdkCompletion.model_validate(found)
     assert [(one.index, one.text, one.finish_reason) for one in judge.choices] == [
@@ -879,18 +993,18 @@ def test_a_whole_completion() -> None:
     assert found["usage"] == BILL
     without = whole_completion(TEXT_HEAD, [output("x", logprobs=(logprob("x", -1.0),))], USAGE, None, None, tokenizer())
     assert without.choices[0].logprobs is not None
-    assert without.choices[0].logprobs.top_logprobs is None  # logprobs = 0: none were asked for
+    assert without.choices[0].logprobs.top_logprobs == [{"x": -1.0}]  # logprobs = 0: the chosen one alone
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
     words = tokenizer()
     prompt = tuple(words.encode("Hello there", add_special=False))
     assert len(prompt) >= 2
-    assert echoed(prompt, words, completion()) == "Hello there"
-    assert echoed("Hello there", words, completion()) == "Hello there"
+    assert echo_of(prompt, words, completion()).text == "Hello there"
+    assert echo_of("Hello there", words, completion()).text == "Hello there"
     scores = (None, *(logprob(words.token_bytes(token), -1.0, (logprob("z", -0.5),)) for token in prompt[1:]))
     one = output("Hi", logprobs=(HI,), prompt=prompt, scores=scores)
-    answer = whole_completion(TEXT_HEAD, [one], USAGE, None, ["Hello there"], words)
+    answer = whole_completion(TEXT_HEAD, [one], USAGE, None, [Echo("Hello there")], words)
     assert answer.choices[0].text == "Hello thereHi"
     found = answer.choices[0].logprobs
     assert found is not None
@@ -901,6 +1015,35 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert found.top_logprobs[1] is not None
     assert found.text_offset[0] == 0
     assert found.text_offset[-1] == len("Hello there")
+
+
+def test_echo_and_offsets_agree_where_there_are_control_tokens() -> None:
+    words = tokenizer()
+    text = "<|im_start|>The lazy 🎉 dog<|im_end|>"
+    ids = tuple(words.encode(text))
+    for prompt, fields, expected in (
+        (text, {}, text),
+        (ids, {}, "The lazy 🎉 dog"),
+        (ids, {"skip_special_tokens": False}, text),
+    ):
+        echo = echo_of(prompt, words, completion(**fields))
+        assert echo.text == expected
+        offsets = token_offsets(echo, ids, words)
+        for token, offset, end in zip(ids, offsets, (*offsets[1:], len(expected)), strict=True):
+            piece = words.token_bytes(token).decode("utf-8", "replace")
+            if "\ufffd" not in piece:
+                assert expected[offset:end] == ("" if token in echo.hidden else piece)
+        assert offsets == sorted(offsets)
+        assert max(offsets) <= len(expected)
+
+
+def test_offsets_leave_out_what_a_tokenizer_adds() -> None:
+    words = Tokenizer.from_gguf(sentencepiece_gguf())
+    ids = words.encode("the cat")
+    assert ids[0] == words.bos_token_id
+    offsets = token_offsets(echo_of("the cat", words, completion()), ids, words)
+    assert offsets[:2] == [0, 0]  # BOS, and the blank this model writes before the first word
+    assert offsets[-1] == len("the cat") - len(words.token_bytes(ids[-1]))
 
 
 # With work

@@ -149,6 +149,46 @@ def test_calls_in_parallel_streamed_are_those_of_the_whole_answer(client: OpenAI
     assert "".join(arguments[len(most)]) == last.function.arguments
 
 
+def test_a_call_repeated_right_away_ends_the_turn_in_all_protocols(client: OpenAI, claude: Anthropic) -> None:
+    """This model would repeat it up to `max_tokens`: the generation ends with the first repetition."""
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    tool = {"name": "get_weather", "description": "Of a city", "parameters": schema}
+    options: Any = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    answer = ask(client, **options)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert 25 < answer.usage.completion_tokens < 100  # two calls, of which one is told
+    starts, reasons = [], []
+    for chunk in ask(client, **options, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            starts += [part.function.name for part in choice.delta.tool_calls or () if part.id]
+            reasons.append(choice.finish_reason)
+    assert (starts, reasons[-1]) == (["get_weather"], "tool_calls")
+    assert chunk.usage.completion_tokens == answer.usage.completion_tokens
+
+    response = client.responses.create(
+        model=DEFAULT_MODEL,
+        input=QUESTION["content"],
+        tools=[{"type": "function", "strict": False, **tool}],
+        tool_choice="required",
+        temperature=0,
+        max_output_tokens=250,
+    )
+    assert [item.type for item in response.output] == ["function_call"]
+    assert response.status == "completed"
+    message = claude.messages.create(
+        model=DEFAULT_MODEL,
+        max_tokens=250,
+        messages=[QUESTION],
+        tools=[{"name": "get_weather", "description": "Of a city", "input_schema": schema}],
+        tool_choice={"type": "any"},
+        extra_body={"temperature": 0},
+    )
+    assert [block.type for block in message.content] == ["tool_use"]
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens < 100
+
+
 def test_a_call_that_is_cut_off(client: OpenAI) -> None:
     (choice,) = ask(client, tool_choice="required", max_tokens=24).choices
     assert choice.finish_reason == "length"

@@ -259,6 +259,48 @@ def test_arguments_come_as_they_grow() -> None:
     assert parser.push("_call>\n") == parser.finish() == []
 
 
+def called(arguments: str, name: str = "get") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
+
+
+REPEATS: list[tuple[str, list[Plain], bool]] = [
+    (called('{"a": 1}') * 4, calls(("get", '{"a": 1}')), True),
+    (called('{"a": 1}') + called('{"a": 12}'), calls(("get", '{"a": 1}'), ("get", '{"a": 12}')), False),
+    (called('{"a": 12}') + called('{"a": 1}'), calls(("get", '{"a": 12}'), ("get", '{"a": 1}')), False),
+    (
+        called("{}") + called("{}", "set") + called("{}"),  # later, and not right after itself
+        calls(("get", "{}"), ("set", "{}"), ("get", "{}")),
+        False,
+    ),
+    (
+        called("{}") + "Again:\n" + called("{}"),
+        [*calls(("get", "{}")), ("words", "Again:"), ("call", "1", "get"), ("arguments", "1", "{}")],
+        False,
+    ),
+    (called('{"a": 1}') + called('{"a": 1}')[:40], calls(("get", '{"a": 1}')), False),  # cut off: it is left out
+]
+
+
+@pytest.mark.parametrize(("text", "expected", "is_over"), REPEATS, ids=range(len(REPEATS)))
+def test_a_call_that_repeats_the_one_before_ends_the_turn(text: str, expected: list[Plain], is_over: bool) -> None:
+    def make() -> AnswerParser:
+        return CallParser(FORMATS["hermes"], ("get", "set"))
+
+    assert read(make, text) == expected
+    assert read(make, *text) == expected
+    parser = ThoughtParser(REASONING_FORMATS[0], Opening.FREE, make())
+    parser.push(text)
+    assert parser.is_over == is_over
+
+
+def test_a_second_call_of_the_same_tool_is_held_back_until_it_differs() -> None:
+    parser = CallParser(IN_WORDS, ("get",))
+    parser.push(called('{"a": "x", "b": 1}'))
+    assert parser.push('<tool_call>\n{"name": "get", "arguments": {"a": "') == []
+    assert merged(parser.push("y")) == [("call", "1", "get"), ("arguments", "1", '{"a": "y')]
+    assert parser.push('"}') == [CallArguments(1, '"}')]
+
+
 def test_a_head_without_end_is_given_up() -> None:
     text = '<tool_call>{"x": "' + "<tool_call>" * 2000
     assert read(lambda: CallParser(IN_WORDS, ("get",)), text) == [("words", text)]

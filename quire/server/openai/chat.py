@@ -34,9 +34,10 @@ from quire.server.openai.parsing import (
     in_their_words,
     includes_usage,
     params_of,
+    says_usage_always,
     ttl_s,
 )
-from quire.server.openai.support import UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
 from quire.server.openai.tools import parse_calls, parse_tools, shape_field
 from quire.server.openai.types import (
     AnswerHead,
@@ -87,7 +88,13 @@ async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Respons
     work = await call.open(ask)
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
-        encoder = chat_stream(head, ask, include_usage=includes_usage(body), new_parser=work.new_parser)
+        encoder = chat_stream(
+            head,
+            ask,
+            include_usage=includes_usage(body),
+            has_running_usage=says_usage_always(body),
+            new_parser=work.new_parser,
+        )
         return await call.stream(work, events(work, encoder))
     outputs = await call.result(work)
     head = head_of(work, "chatcmpl", "chat.completion")
@@ -101,24 +108,31 @@ async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Respons
 def parse_chat(body: ChatCompletionRequest) -> Ask:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     refuse_unsupported(body)
+    refuse_unsupported(body, CHAT_UNSUPPORTED)
     with in_their_words(_names(body)):
-        continues = bool(body.continue_final_message)
-        opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        tools, choice, ignored = parse_tools(body)
-        chat = ChatRequest(
-            parse_messages(body.messages),
-            opens,
-            continues,
-            body.chat_template_kwargs or {},
-            tools,
-            choice,
-            wants_thought=False if body.reasoning_effort == "none" else None,
-            reasoning_effort=body.reasoning_effort,
-        )
+        chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        ask = replace(ask_of(body, (chat,), params, _breakpoints(body)), ignored=ignored)
-        return with_unenforced(ask, shape_field(body))
+        ask = ask_of(body, (chat,), params, _breakpoints(body))
+        return with_unenforced(replace(ask, ignored=(*ask.ignored, *ignored)), shape_field(body))
+
+
+def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+    """And the tools that are left out of it."""
+    continues = bool(body.continue_final_message)
+    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    tools, choice, ignored = parse_tools(body)
+    chat = ChatRequest(
+        parse_messages(body.messages),
+        opens,
+        continues,
+        body.chat_template_kwargs or {},
+        tools,
+        choice,
+        wants_thought=False if body.reasoning_effort == "none" else body.enable_thinking,
+        reasoning_effort=body.reasoning_effort,
+    )
+    return chat, ignored
 
 
 def _names(body: ChatCompletionRequest) -> dict[str, str]:
@@ -239,10 +253,21 @@ class ChatChoices:
 
 
 def chat_stream(
-    head: AnswerHead, ask: Ask, *, include_usage: bool, new_parser: NewParser = PlainAnswer
+    head: AnswerHead,
+    ask: Ask,
+    *,
+    include_usage: bool,
+    has_running_usage: bool = False,
+    new_parser: NewParser = PlainAnswer,
 ) -> StreamEncoder:
-    choices = ChatChoices(new_parser)
-    return StreamEncoder(head, choices, n=ask.params.n, num_prompts=len(ask.prompts), include_usage=include_usage)
+    return StreamEncoder(
+        head,
+        ChatChoices(new_parser),
+        n=ask.params.n,
+        num_prompts=len(ask.prompts),
+        include_usage=include_usage,
+        has_running_usage=has_running_usage,
+    )
 
 
 def whole_chat(

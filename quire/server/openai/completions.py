@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -25,8 +26,15 @@ from quire.server.openai.encoding import (
     stop_reason,
     token_text,
 )
-from quire.server.openai.parsing import NAMES, ask_of, in_their_words, includes_usage, params_of
-from quire.server.openai.support import refuse_unsupported, unsupported
+from quire.server.openai.parsing import (
+    NAMES,
+    ask_of,
+    in_their_words,
+    includes_usage,
+    params_of,
+    says_usage_always,
+)
+from quire.server.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
 from quire.server.openai.tools import shape_field
 from quire.server.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
@@ -37,6 +45,7 @@ from quire.server.openai.types import (
     CompletionRequest,
 )
 from quire.server.shapes import answer_in_shape, with_unenforced
+from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,11 +64,16 @@ async def completions(call: Call) -> Response:
 async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
     work = await call.open(ask)
     tokenizer = call.service.text.tokenizer
-    echoes = [echoed(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
+    echoes = [echo_of(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
     head = head_of(work, "cmpl", "text_completion")
     if ask.is_streaming:
         encoder = completion_stream(
-            head, ask, echoes, include_usage=includes_usage(body), has_ids=bool(body.return_token_ids)
+            head,
+            ask,
+            echoes,
+            include_usage=includes_usage(body),
+            has_running_usage=says_usage_always(body),
+            has_ids=bool(body.return_token_ids),
         )
         return await call.stream(work, events(work, encoder))
     outputs = await call.result(work)
@@ -76,6 +90,7 @@ async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
 def parse_completion(body: CompletionRequest) -> Ask:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     refuse_unsupported(body)
+    refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     if body.best_of not in (None, 1, body.n or 1):
         raise unsupported(
             "best_of", f"best_of = {body.best_of} is not supported: only 1 and n are, without a choice among answers"
@@ -84,7 +99,7 @@ def parse_completion(body: CompletionRequest) -> Ask:
     if scores_prompt and body.stream:
         raise unsupported("echo", "echo with logprobs is not supported in a stream")
     max_tokens = body.max_tokens
-    if max_tokens is None:
+    if max_tokens is None and body.n_predict is None:
         max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
     with in_their_words(NAMES):
         prompts = _prompts(body.prompt)
@@ -93,6 +108,7 @@ def parse_completion(body: CompletionRequest) -> Ask:
             max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scores_prompt else None,
+            may_be_empty=True,
         )
         return with_unenforced(ask_of(body, prompts, params), shape_field(body))
 
@@ -111,8 +127,8 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
         raise InvalidRequest(f"prompt has {len(given)} entries, not 1 to {MAX_PROMPTS}")
     prompts: list[Prompt] = []
     for i, entry in enumerate(given):
-        if isinstance(entry, int) or type(entry) is not type(given[0]):
-            raise InvalidRequest(f"prompt[{i}] is a {type(entry).__name__}, of another kind than prompt[0]")
+        if isinstance(entry, int):
+            raise InvalidRequest(f"prompt[{i}] is a token id among prompts: put its ids into a list of their own")
         if isinstance(entry, list):
             check_tokens(f"prompt[{i}]", entry)
         prompts.append(entry if isinstance(entry, str) else tuple(entry))
@@ -122,34 +138,61 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
 # Out
 
 
-def echoed(prompt: Prompt, tokenizer: Tokenizer, ask: Ask) -> str:
-    """The text of a prompt: its own, or that of its tokens."""
+class Echo(NamedTuple):
+    """A prompt as an answer repeats it."""
+
+    text: str
+    hidden: frozenset[int] = frozenset()  # tokens that are left out of it
+
+
+def echo_of(prompt: Prompt, tokenizer: Tokenizer, ask: Ask) -> Echo:
+    """A text is repeated as it came, token ids by their text."""
     if isinstance(prompt, str):
-        return prompt
+        return Echo(prompt)
     assert isinstance(prompt, tuple)
-    return tokenizer.decode(prompt, skip_special=ask.params.skip_special)
+    is_skipping = ask.params.skip_special
+    text = tokenizer.decode(prompt, skip_special=is_skipping)
+    return Echo(text, tokenizer.special_ids if is_skipping else frozenset())
+
+
+def token_offsets(echo: Echo, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Where the text of each token of a prompt begins. Tokens that are not in the text have no width there: hidden
+    ones, and BOS where the model's tokenizer adds it."""
+    words = Detokenizer(tokenizer, skip_special=False, keep_prefix_space=True)
+    offsets: list[int] = []
+    at = 0
+    for token_id in token_ids:
+        offsets.append(at)
+        if token_id in echo.hidden:
+            continue
+        piece = words.push((token_id,))
+        if not echo.text.startswith(piece, at):
+            piece = piece.removeprefix(" ")  # some models write one before the first word
+        if echo.text.startswith(piece, at) or token_id not in tokenizer.special_ids:
+            at = min(at + len(piece), len(echo.text))  # a normaliser may have changed the text
+    return offsets
 
 
 class CompletionChoices:
     """The text, then why it ended. With echo, the prompt first."""
 
-    def __init__(self, n: int, echoes: Sequence[str] | None, *, has_ids: bool = False) -> None:
+    def __init__(self, n: int, echoes: Sequence[Echo] | None, *, has_ids: bool = False) -> None:
         self._n = n
         self._has_ids = has_ids
         self._echoes = echoes
-        self._offsets: dict[int, int] = {}  # choice -> characters so far
 
     def begin(self, index: int) -> CompletionChoice | None:
-        echo = "" if self._echoes is None else self._echoes[index // self._n]
-        self._offsets[index] = len(echo)
+        echo = self._echo(index)
         return CompletionChoice(index, echo) if echo else None
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[index // self._n].text
 
     def grow(self, index: int, delta: Delta) -> list[CompletionChoice]:
         ids = list(delta.token_ids) if self._has_ids else UNSET
         if not delta.logprobs:
             return [CompletionChoice(index, delta.text, token_ids=ids)] if delta.text or ids else []
-        logprobs = _old_logprobs(delta.logprobs, self._offsets[index])
-        self._offsets[index] += _num_characters(delta.logprobs)
+        logprobs = _old_logprobs(delta.logprobs, len(self._echo(index)))
         return [CompletionChoice(index, delta.text, logprobs, token_ids=ids)]
 
     def end(self, index: int, finish_reason: str, stop: str | None) -> CompletionChoice:
@@ -157,11 +200,24 @@ class CompletionChoices:
 
 
 def completion_stream(
-    head: AnswerHead, ask: Ask, echoes: Sequence[str] | None, *, include_usage: bool, has_ids: bool = False
+    head: AnswerHead,
+    ask: Ask,
+    echoes: Sequence[Echo] | None,
+    *,
+    include_usage: bool,
+    has_running_usage: bool = False,
+    has_ids: bool = False,
 ) -> StreamEncoder:
     n = ask.params.n
-    choices = CompletionChoices(n, echoes, has_ids=has_ids)
-    return StreamEncoder(head, choices, n=n, num_prompts=len(ask.prompts), include_usage=include_usage, has_ids=has_ids)
+    return StreamEncoder(
+        head,
+        CompletionChoices(n, echoes, has_ids=has_ids),
+        n=n,
+        num_prompts=len(ask.prompts),
+        include_usage=include_usage,
+        has_running_usage=has_running_usage,
+        has_ids=has_ids,
+    )
 
 
 def whole_completion(
@@ -169,50 +225,60 @@ def whole_completion(
     outputs: Sequence[GenerationOutput],
     usage: Usage,
     cache: CacheView | None,
-    echoes: Sequence[str] | None,
+    echoes: Sequence[Echo] | None,
     tokenizer: Tokenizer,
 ) -> Completion:
     choices: list[CompletionChoice] = []
     for number, output in enumerate(outputs):
-        echo = "" if echoes is None else echoes[number]
-        scored = None if output.prompt_logprobs is None else _prompt_entries(output, tokenizer)
+        echo = Echo("") if echoes is None else echoes[number]
+        scored = None if output.prompt_logprobs is None else _prompt_logprobs(output, echo, tokenizer)
         for one in output.completions:
             logprobs = None
             if one.logprobs is not None:
-                logprobs = _old_logprobs([*(scored or ()), *one.logprobs], 0 if scored else len(echo))
-                if scored:  # nothing comes before the first token, so nothing was expected of it
-                    logprobs.token_logprobs[0] = None
-                    if logprobs.top_logprobs is not None:
-                        logprobs.top_logprobs[0] = None
+                logprobs = _joined(scored, _old_logprobs(one.logprobs, len(echo.text)))
             reason = finish_reason(one.finish_reason, one.error)
-            choices.append(CompletionChoice(len(choices), echo + one.text, logprobs, reason, stop_reason(one.stop)))
+            text = echo.text + one.text
+            choices.append(CompletionChoice(len(choices), text, logprobs, reason, stop_reason(one.stop)))
     return Completion(
         **msgspec.structs.asdict(head), choices=choices, usage=bill(usage), cache=UNSET if cache is None else cache
     )
 
 
-def _prompt_entries(output: GenerationOutput, tokenizer: Tokenizer) -> list[TokenLogprob]:
+def _prompt_logprobs(output: GenerationOutput, echo: Echo, tokenizer: Tokenizer) -> CompletionLogprobs:
+    ids = output.prompt_token_ids
     entries: list[TokenLogprob] = []
-    for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+    offsets = token_offsets(echo, ids, tokenizer)
+    for token_id, entry, offset in zip(ids, output.prompt_logprobs or (), offsets, strict=True):
         if entry is None:
             data = tokenizer.token_bytes(token_id)
             entry = TokenLogprob(token_id, data.decode("utf-8", "replace"), data, 0.0, 0)
-        entries.append(entry)
-    return entries
+        entries.append(replace(entry, offset=offset))
+    found = _old_logprobs(entries, 0)
+    found.token_logprobs[0] = found.top_logprobs[0] = None  # nothing comes before the first, so nothing was expected
+    return found
 
 
 def _old_logprobs(entries: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
-    """The four lists of before chat. The chosen token is among its alternatives even where it is not of the best."""
-    has_tops = any(entry.top for entry in entries)
-    offsets: list[int] = []
-    for entry in entries:
-        offsets.append(start)
-        start += _num_characters((entry,))
+    """The four lists of before chat. The chosen token is among its alternatives even where it is not of the best.
+
+    `start`: characters of the text before the first offset.
+    """
     return CompletionLogprobs(
         tokens=[token_text(entry) for entry in entries],
         token_logprobs=[finite(entry.logprob) for entry in entries],
-        top_logprobs=[_alternatives(entry) for entry in entries] if has_tops else None,
-        text_offset=offsets,
+        top_logprobs=[_alternatives(entry) for entry in entries],
+        text_offset=[start + entry.offset for entry in entries],
+    )
+
+
+def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> CompletionLogprobs:
+    if first is None:
+        return second
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
     )
 
 
@@ -220,8 +286,3 @@ def _alternatives(entry: TokenLogprob) -> dict[str, float]:
     found = {token_text(top): finite(top.logprob) for top in entry.top}
     found.setdefault(token_text(entry), finite(entry.logprob))
     return found
-
-
-def _num_characters(entries: Sequence[TokenLogprob]) -> int:
-    """That begin in these tokens: a character may be spread over several."""
-    return sum(byte & 0xC0 != 0x80 for entry in entries for byte in entry.data)

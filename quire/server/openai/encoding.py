@@ -15,7 +15,12 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
-from quire.server.openai.types import AnswerHead, CompletionTokensDetails, CompletionUsage, PromptTokensDetails
+from quire.server.openai.types import (
+    AnswerHead,
+    CompletionTokensDetails,
+    CompletionUsage,
+    PromptTokensDetails,
+)
 
 if TYPE_CHECKING:
     from quire.server.work import Work
@@ -52,6 +57,7 @@ class StreamEncoder:
         n: int,
         num_prompts: int,
         include_usage: bool,
+        has_running_usage: bool = False,  # in every chunk
         has_ids: bool = False,  # tokens are news, text or not
     ) -> None:
         self._head = head
@@ -59,6 +65,8 @@ class StreamEncoder:
         self._n = n
         self._num_open = n * num_prompts
         self._include_usage = include_usage
+        self._has_running_usage = has_running_usage
+        self._num_tokens = 0  # of all choices, so far
         self._has_ids = has_ids
         self._begun: set[int] = set()
         self._held: Struct | None = None
@@ -66,10 +74,16 @@ class StreamEncoder:
         self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def chunks(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        """Events for all that came, in one piece; empty where there is nothing to say yet."""
+    def chunks(self, batch: Sequence[tuple[int, Delta]], usage: Usage | None = None) -> bytes:
+        """Events for all that came, in one piece; empty where there is nothing to say yet.
+
+        `usage`: what is known of the prompts by now, for streams that say it in every chunk.
+        """
         events: list[bytes] = []
         for prompt, delta in batch:
+            self._num_tokens += len(delta.token_ids)
+            if usage is not None and self._has_running_usage:
+                self._after = b'],"usage":' + _encode(_running(usage, self._num_tokens)) + b"}\n\n"
             index = prompt * self._n + delta.index
             has_news = bool(delta.text or delta.logprobs or (self._has_ids and delta.token_ids))
             if not has_news and delta.finish_reason is None:
@@ -92,7 +106,8 @@ class StreamEncoder:
         """The end of the stream."""
         events: list[bytes] = []
         if self._held is not None:
-            events.append(self._event([self._held], None, None if self._include_usage else cache))
+            running = _running(usage, usage.completion_tokens) if self._has_running_usage else None
+            events.append(self._event([self._held], running, None if self._include_usage else cache))
         if self._include_usage:
             events.append(self._event([], bill(usage, num_thought_tokens), cache))
         return b"".join((*events, DONE))
@@ -102,7 +117,7 @@ class StreamEncoder:
 
     def _event(self, choices: list[Struct], usage: CompletionUsage | None, cache: CacheView | None) -> bytes:
         chunk = msgspec.structs.asdict(self._head) | {"choices": choices}
-        if self._include_usage:
+        if self._include_usage or usage is not None:
             chunk["usage"] = usage
         if cache is not None:
             chunk["cache"] = cache
@@ -111,7 +126,7 @@ class StreamEncoder:
 
 async def events(work: Work, encoder: StreamEncoder) -> AsyncIterator[bytes]:
     async for batch in work.batches():
-        if data := encoder.chunks(batch):
+        if data := encoder.chunks(batch, work.usage):
             yield data
     yield encoder.last(work.usage, cache_view(work), work.num_thought_tokens)
 
@@ -148,6 +163,10 @@ def bill(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
         PromptTokensDetails(usage.cached_tokens),
         CompletionTokensDetails(num_thought_tokens),
     )
+
+
+def _running(usage: Usage, num_tokens: int) -> CompletionUsage:
+    return CompletionUsage(usage.prompt_tokens, num_tokens, usage.prompt_tokens + num_tokens)
 
 
 def finish_reason(reason: FinishReason, error: str | None = None) -> str:

@@ -11,6 +11,8 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.ask import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
+from quire.server.openai import other_servers
+from quire.server.openai.support import refuse_unsupported
 from quire.server.openai.tools import parse_shape
 from quire.server.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
 
@@ -42,31 +44,47 @@ def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def params_of(
-    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    may_be_empty: bool = False,
 ) -> GenerationParams:
-    shape = parse_shape(body)
-    return GenerationParams(
-        temperature=body.temperature,
-        top_k=0 if body.top_k == -1 else body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        logit_bias=_biases(body.logit_bias or {}),
-        seed=body.seed,
-        n=_or(body.n, 1),
-        max_tokens=max_tokens,
-        min_tokens=_or(body.min_tokens, 0),
-        stop=_or(body.stop, ()),
-        stop_token_ids=_or(body.stop_token_ids, ()),
-        include_stop=_or(body.include_stop_str_in_output, False),
-        ignore_eos=_or(body.ignore_eos, False),
-        skip_special=_or(body.skip_special_tokens, True),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=None if shape is None else shape.grammar,
-    )
+    """`max_tokens`: the newest of the fields that say it, but llama.cpp's. `may_be_empty`: it may be 0."""
+    refuse_unsupported(body, other_servers.REFUSED)
+    names: dict[str, str] = {}
+    penalty = body.repetition_penalty
+    if max_tokens is None and body.n_predict is not None:
+        max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
+    if penalty is None and body.repeat_penalty is not None:
+        penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
+    with in_their_words(names):
+        if max_tokens == 0 and not may_be_empty:
+            raise InvalidRequest("max_tokens = 0 is not at least 1, or -1 for no limit; completions take 0")
+        shape = parse_shape(body)
+        return GenerationParams(
+            temperature=body.temperature,
+            top_k=0 if body.top_k == -1 else body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=penalty,
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            logit_bias=_biases(body.logit_bias or {}),
+            seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
+            n=_or(body.n, 1),
+            max_tokens=None if max_tokens == -1 else max_tokens,
+            min_tokens=_or(body.min_tokens, 0),
+            stop=_or(body.stop, ()),
+            stop_token_ids=_or(body.stop_token_ids, ()),
+            include_stop=_or(body.include_stop_str_in_output, False) or _or(body.no_stop_trim, False),
+            ignore_eos=_or(body.ignore_eos, False),
+            skip_special=_or(body.skip_special_tokens, True),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if shape is None else shape.grammar,
+        )
 
 
 def ask_of(
@@ -91,6 +109,7 @@ def ask_of(
         cache_ttl_s=cache_ttl_s(body),
         breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old marks; the latest count
         wants_cache=_or(body.cache, False),
+        ignored=tuple(name for name in other_servers.ACCEPTED if getattr(body, name) is not None),
     )
 
 
@@ -104,6 +123,10 @@ def cache_ttl_s(body: GenerationBody) -> float:
 
 def ttl_s(field: str, value: str | None, default_s: float) -> float:
     return _choose(field, value, TTLS_S, default_s)
+
+
+def says_usage_always(body: GenerationBody) -> bool:
+    return body.stream_options is not None and _or(body.stream_options.continuous_usage_stats, False)
 
 
 def includes_usage(body: GenerationBody) -> bool:

@@ -63,7 +63,8 @@ def parse_responses(body: ResponsesRequest) -> Ask:
                 raise InvalidRequest(f"{other} and text.format exclude each other")
             params = replace(params, grammar=make_shape(*shape).grammar)
         ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
-        return with_unenforced(replace(ask, ignored=ignored, unenforced=unenforced), shape_field(body))
+        ask = replace(ask, ignored=(*ask.ignored, *ignored), unenforced=unenforced)
+        return with_unenforced(ask, shape_field(body))
 
 
 def names_of(body: ResponsesRequest) -> dict[str, str]:

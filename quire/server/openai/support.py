@@ -6,6 +6,7 @@ hints or files away is accepted. To build a feature is to remove its row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from msgspec import Meta
@@ -16,6 +17,10 @@ from quire.server.errors import ApiError, Kind
 class Unsupported(NamedTuple):
     why: str
     harmless: tuple[Any, ...] = ()  # values that ask for nothing; null always does
+
+    def allows(self, value: Any) -> bool:
+        """To Python, 1 is True."""
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
 
     def say(self, field: str) -> str:
         return f"{field} is not supported: {self.why}"
@@ -37,6 +42,16 @@ UNSUPPORTED = {
     "truncate_prompt_tokens": Unsupported("a prompt that is too long is refused"),
 }
 
+# Where one way to ask has what the other does not.
+CHAT_UNSUPPORTED = {
+    "echo": Unsupported("completions can repeat a prompt", (False,)),
+    "add_special_tokens": Unsupported("the model's template writes them", (False,)),
+    "return_token_ids": Unsupported("completions can tell them", (False,)),
+}
+COMPLETION_UNSUPPORTED = {
+    "add_special_tokens": Unsupported("a prompt of token ids has only those that are sent", (True,)),
+}
+
 ACCEPTED = {
     "user": "nothing is kept of a request",
     "safety_identifier": "nothing is kept of a request",
@@ -47,19 +62,19 @@ ACCEPTED = {
 }
 
 
-def refused(field: str) -> Meta:
-    return Meta(description=f"Not supported: {UNSUPPORTED[field].why}.")
+def refused(field: str, table: Mapping[str, Unsupported] = UNSUPPORTED) -> Meta:
+    return Meta(description=f"Not supported: {table[field].why}.")
 
 
 def accepted(field: str) -> Meta:
     return Meta(description=f"Accepted, without effect: {ACCEPTED[field]}.")
 
 
-def refuse_unsupported(body: object) -> None:
+def refuse_unsupported(body: object, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
     """Raises ApiError for the first field that asks for what is not built."""
-    for field, row in UNSUPPORTED.items():
+    for field, row in table.items():
         value = getattr(body, field, None)
-        if value is not None and value not in row.harmless:
+        if value is not None and not row.allows(value):
             raise unsupported(field, row.say(field))
 
 

@@ -19,6 +19,7 @@ from quire.server.openai.types import (
     ToolDefinition,
 )
 from quire.server.shapes import shape_error
+from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
     choice_grammar,
@@ -26,6 +27,7 @@ from quire.text.grammar import (
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
+    token_grammar,
 )
 from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
 
@@ -149,16 +151,36 @@ def _shapes(body: GenerationBody) -> Iterable[_Make]:
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
     )
     yield from _structured("guided_", guided)
+    yield from _elsewhere(body)
+
+
+def _elsewhere(body: GenerationBody) -> Iterable[_Make]:
+    """Fields of SGLang's, of llama.cpp's, and of vLLM's that stand beside the others."""
+    if (schema := body.json_schema) is not None:
+        yield "json_schema", lambda: json_schema_grammar(_schema(schema), strict=False)
+    if (pattern := body.regex) is not None:
+        yield "regex", lambda: regex_grammar(pattern)
+    if source := body.grammar:  # clients of llama.cpp send an empty one for none
+        yield "grammar", lambda: written_grammar(source)
+    if (rules := body.ebnf) is not None:
+        yield "ebnf", lambda: lark_grammar(gbnf_to_lark(rules))
+    if (token_ids := body.allowed_token_ids) is not None:
+        yield "allowed_token_ids", lambda: token_grammar(token_ids)
 
 
 def _response_format(given: ResponseFormat) -> Iterable[_Make]:
     match given.type:
         case "text":
             return
-        case "json_object":
+        case "json_object" if given.schema is None:
             yield "response_format", json_object_grammar
+        case "json_object":
+            yield "response_format.schema", lambda: json_schema_grammar(given.schema or {}, strict=False)
         case "json_schema":
             form = given.json_schema
+            if form is None and given.schema is not None:
+                yield "response_format.schema", lambda: json_schema_grammar(given.schema or {}, strict=False)
+                return
             if form is None or form.schema is None:
                 missing = "json_schema" if form is None else "json_schema.schema"
                 raise InvalidRequest(f"response_format.{missing} is missing")
@@ -182,7 +204,7 @@ def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
     if (choices := given.choice) is not None:
         yield f"{prefix}choice", lambda: choice_grammar(choices)
     if (source := given.grammar) is not None:
-        yield f"{prefix}grammar", lambda: lark_grammar(source)
+        yield f"{prefix}grammar", lambda: written_grammar(source)
     if given.json_object:
         yield f"{prefix}json_object", json_object_grammar
 

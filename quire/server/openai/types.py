@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
 from quire.server.ask import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.cache_view import CacheView
-from quire.server.openai.support import accepted, refused
+from quire.server.openai.other_servers import OtherServersFields
+from quire.server.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
 from quire.text.chat import MAX_MESSAGES
+from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
@@ -38,7 +40,7 @@ def _within(**schema: Any) -> Meta:
 
 Ttl = Annotated[str, _within(enum=list(TTLS_S))]
 Penalty = Annotated[float, _within(minimum=-2, maximum=2)]
-TokenCount = Annotated[int, _within(minimum=1, maximum=MAX_TOKEN_ID)]
+TokenCount = Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)]  # -1: no limit, as llama.cpp has it
 Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
 
 
@@ -47,6 +49,9 @@ Alternatives = Annotated[int, _within(minimum=0, maximum=MAX_LOGPROBS)]
 
 class StreamOptions(Struct, kw_only=True):
     include_usage: Annotated[bool | None, Meta(description="One more chunk at the end, with the usage.")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="Say in every chunk how many tokens there are so far, as vLLM does.")
+    ] = None
     include_obfuscation: Annotated[bool | None, Meta(description="Accepted, without effect.")] = None
 
 
@@ -68,6 +73,10 @@ class JsonSchemaFormat(Struct, kw_only=True):
 class ResponseFormat(Struct, kw_only=True):
     type: Annotated[str, _within(enum=["text", "json_object", "json_schema"])]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The schema itself, beside either type, as llama.cpp and Together have it."),
+    ] = None
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -76,11 +85,11 @@ class StructuredOutputs(Struct, kw_only=True):
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark.")] = None
+    grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark, or in GBNF.")] = None
     json_object: bool | None = None
 
 
-class GenerationBody(Struct, kw_only=True):
+class GenerationBody(OtherServersFields, kw_only=True):
     """What both ways to ask have in common. `FIELDS` in `quire/server/schema.py` says what each field does."""
 
     model: str | None = None
@@ -88,6 +97,7 @@ class GenerationBody(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, _within(minimum=1, maximum=MAX_SAMPLES)] | None = None
     max_tokens: TokenCount | None = None
+    n_predict: TokenCount | None = None  # llama.cpp's max_tokens
     min_tokens: Annotated[int, _within(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
     temperature: Annotated[float, _within(minimum=0, maximum=100)] | None = None
     top_p: Annotated[float, _within(exclusiveMinimum=0, maximum=1)] | None = None
@@ -96,11 +106,13 @@ class GenerationBody(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
+    repeat_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
     logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
     seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
     stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], _within(maxItems=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     service_tier: Annotated[str, _within(enum=list(SERVICE_TIERS))] | None = None
@@ -117,6 +129,11 @@ class GenerationBody(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: Annotated[list[int], _within(minItems=1, maxItems=MAX_LISTED_TOKENS)] | None = None
 
     prompt_logprobs: Annotated[Any, refused("prompt_logprobs")] = None
     bad_words: Annotated[Any, refused("bad_words")] = None
@@ -214,6 +231,9 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     tools: Annotated[list[ToolDefinition], _within(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, _within(enum=["none", "auto", "required"])] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    enable_thinking: Annotated[
+        bool | None, Meta(description="Whether to think first, where the template leaves a choice.")
+    ] = None
     reasoning_effort: Annotated[
         str | None, Meta(description="none: do not think, where the template leaves a choice. Others: a hint to it.")
     ] = None
@@ -225,6 +245,9 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     moderation: Annotated[Any, refused("moderation")] = None
     documents: Annotated[Any, refused("documents")] = None
     chat_template: Annotated[Any, refused("chat_template")] = None
+    echo: Annotated[Any, refused("echo", CHAT_UNSUPPORTED)] = None
+    add_special_tokens: Annotated[Any, refused("add_special_tokens", CHAT_UNSUPPORTED)] = None
+    return_token_ids: Annotated[Any, refused("return_token_ids", CHAT_UNSUPPORTED)] = None
     prediction: Annotated[Any, accepted("prediction")] = None
     verbosity: Annotated[Any, accepted("verbosity")] = None
 
@@ -232,13 +255,14 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 class CompletionRequest(GenerationBody, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description=f"A text, token ids, or up to {MAX_PROMPTS} of either. max_tokens is 16 unless given."),
+        Meta(description=f"A text, token ids, or up to {MAX_PROMPTS} of both kinds. max_tokens is 16 unless given."),
     ]
     logprobs: Alternatives | None = None
     echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
     best_of: Annotated[int | None, Meta(description="Not supported yet, but for 1 and n.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Say the answer's token ids too, as vLLM does.")] = None
     suffix: Annotated[Any, refused("suffix")] = None
+    add_special_tokens: Annotated[Any, refused("add_special_tokens", COMPLETION_UNSUPPORTED)] = None
 
 
 # Answers
@@ -260,8 +284,9 @@ class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails = field(default_factory=CompletionTokensDetails)
+    # Not in the counts so far that `continuous_usage_stats` puts into every chunk.
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class AnswerHead(Struct, kw_only=True):
@@ -366,7 +391,7 @@ class CompletionLogprobs(Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]  # the chosen token is always among them
     text_offset: list[int]
 
 

@@ -1,0 +1,408 @@
+"""GBNF, the grammars of llama.cpp, translated into llguidance's dialect of Lark. XGrammar's EBNF is nearly the same.
+
+GBNF describes characters; Lark describes lexemes, and the longest one wins. Where both differ, a translation rule by
+rule would forbid answers that the grammar allows. So a grammar without recursion becomes one lexeme, which is a
+regular expression; in any other, every lexeme is a single character. Both allow exactly what the grammar allows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.errors import InvalidRequest
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, lark_grammar
+
+EXAMPLE = 'root ::= "yes" | "no"'
+LARK_EXAMPLE = 'start: "yes" | "no"'
+MAX_NESTED = 32  # parentheses
+MAX_OPERATORS = 3  # behind one item
+MAX_REPEATED = 10_000
+_RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*\??start\b[^:=]*:", re.MULTILINE)
+_SKIPPED = re.compile(r"(?:\s|#[^\n]*)+")
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_DEFINED = re.compile(r"::=")
+_HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*)*::=")
+_REPEAT = re.compile(r"\{\s*(?P<low>\d+)?\s*(?P<comma>,)?\s*(?P<high>\d+)?\s*\}")
+_TOKEN = re.compile(r"<\[\d{1,10}\]>|<[^<>\[\]\s\"\\]+>")
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
+_PLAIN = frozenset("\\\"'[]-^/|.*+?(){}<>#$ ")  # characters that stand for themselves behind a backslash
+_LAST_CODE = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)
+
+
+def is_gbnf(source: str) -> bool:
+    """Whether a grammar is written in GBNF, by its `::=`."""
+    return _RULE.search(source) is not None
+
+
+def is_lark(source: str) -> bool:
+    return _LARK_START.search(source) is not None
+
+
+def written_grammar(source: str) -> Grammar:
+    """In GBNF or in Lark: they write their rules with different signs."""
+    if is_gbnf(source):
+        return lark_grammar(gbnf_to_lark(source))
+    if not is_lark(source):
+        raise InvalidRequest(
+            f"grammar has neither a rule of Lark, as in {LARK_EXAMPLE}, nor one of GBNF, as in {EXAMPLE}"
+        )
+    return lark_grammar(source)
+
+
+def gbnf_to_lark(source: str) -> str:
+    """Raises InvalidRequest with the line, and what was expected there."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(f"grammar of {len(source)} characters is more than {MAX_SOURCE_CHARS}")
+    rules = _Parser(source).parse()
+    used = list(_reachable(rules, "root"))
+    is_regular = not _has_cycle(rules, used) and not any(_has_token(rules[name].body) for name in used)
+    writer = _Writer({name: i for i, name in enumerate(used)}, is_lexeme=is_regular)
+    lines = [f"{writer.name(name)}: {writer.expression(rules[name].body)}" for name in used]
+    return "\n".join(("%llguidance {}", f"start: {writer.name('root')}", *lines))
+
+
+# What a grammar is made of
+
+
+class Literal(NamedTuple):
+    text: str
+
+
+class Chars(NamedTuple):
+    ranges: tuple[tuple[int, int], ...]  # code points, both ends included
+    is_negated: bool = False
+
+
+class Reference(NamedTuple):
+    name: str
+    line: int
+
+
+class Token(NamedTuple):
+    text: str  # <[id]> or <name>, which Lark writes in the same way
+
+
+class Sequence(NamedTuple):
+    items: tuple[Node, ...]
+
+
+class Choice(NamedTuple):
+    options: tuple[Node, ...]
+
+
+class Repeat(NamedTuple):
+    item: Node
+    low: int
+    high: int | None  # None: any number
+
+
+Node = Literal | Chars | Reference | Token | Sequence | Choice | Repeat
+ANY = Chars((), is_negated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    body: Node
+    line: int
+
+
+# Reading
+
+
+class _Parser:
+    """Recursive descent. A rule ends where the next one begins, so that new lines may stand anywhere in between."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._at = 0
+        self._num_open = 0
+
+    def parse(self) -> dict[str, _Rule]:
+        rules: dict[str, _Rule] = {}
+        self._skip()
+        while self._at < len(self._source):
+            line = self._line()
+            name = self._take(_NAME, "the name of a rule")
+            self._skip()
+            self._take(_DEFINED, f"::= behind the name {name}")
+            self._skip()
+            if name in rules:
+                raise self._wrong(
+                    f"rule {name} is defined for the second time; the first is in line {rules[name].line}"
+                )
+            rules[name] = _Rule(self._choice(), line)
+        if "root" not in rules:
+            raise InvalidRequest(f"grammar has no rule root, which is where a GBNF grammar begins, as in {EXAMPLE}")
+        for rule in rules.values():
+            for reference in _references(rule.body):
+                if reference.name not in rules:
+                    text = f"grammar: line {reference.line}: there is no rule {reference.name}"
+                    raise InvalidRequest(f"{text}; text stands in quotes, as in {EXAMPLE}")
+        return rules
+
+    def _choice(self) -> Node:
+        options = [self._sequence()]
+        while self._next() == "|":
+            self._at += 1
+            self._skip()
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else Choice(tuple(options))
+
+    def _sequence(self) -> Node:
+        items: list[Node] = []
+        while (char := self._next()) and char not in "|)" and not _HEAD.match(self._source, self._at):
+            items.append(self._repeated(self._item(char)))
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def _item(self, char: str) -> Node:
+        if char == '"':
+            return Literal(self._literal())
+        if char == "[":
+            return self._chars()
+        if char == "(":
+            return self._group()
+        if char == ".":
+            self._at += 1
+            return ANY
+        if char == "<":
+            return Token(self._take(_TOKEN, "a token, as in <[17]> or <think>"))
+        if char == "!":
+            raise self._wrong("! in front of a token is not supported: describe the characters that may come")
+        line = self._line()
+        return Reference(self._take(_NAME, 'text in quotes, a class as in [a-z], "(" or the name of a rule'), line)
+
+    def _group(self) -> Node:
+        if self._num_open == MAX_NESTED:
+            raise self._wrong(f"parentheses are nested more than {MAX_NESTED} deep")
+        if self._source.startswith("(=", self._at):
+            raise self._wrong("a look-ahead (= ...) is not supported")
+        line = self._line()
+        self._at += 1
+        self._num_open += 1
+        self._skip()
+        inner = self._choice()
+        if self._next() != ")":
+            raise self._wrong(f'expected ")" for the parenthesis that line {line} opens')
+        self._at += 1
+        self._num_open -= 1
+        return inner
+
+    def _repeated(self, item: Node) -> Node:
+        """With the operators behind it, of which there may be several."""
+        for _ in range(MAX_OPERATORS):
+            self._skip()
+            char = self._next()
+            if char in ("*", "+", "?"):
+                self._at += 1
+                item = Repeat(item, int(char == "+"), 1 if char == "?" else None)
+            elif char == "{":
+                item = Repeat(item, *self._bounds())
+            else:
+                return item
+        self._skip()
+        return item
+
+    def _bounds(self) -> tuple[int, int | None]:
+        found = _REPEAT.match(self._source, self._at)
+        if found is None or not (found["low"] or found["high"]):
+            raise self._wrong("expected how often, as in {3}, {2,} or {2,5}")
+        low = int(found["low"] or 0)
+        high = low if not found["comma"] else int(found["high"]) if found["high"] else None
+        if max(low, high or 0) > MAX_REPEATED:
+            raise self._wrong(f"{found[0]} is more than {MAX_REPEATED} times")
+        if high is not None and high < low:
+            raise self._wrong(f"{found[0]} has a maximum below its minimum")
+        self._at = found.end()
+        return low, high
+
+    def _literal(self) -> str:
+        line = self._line()
+        self._at += 1
+        chars: list[str] = []
+        while (char := self._next()) != '"':
+            if not char or char == "\n":
+                raise self._wrong(f"the text that line {line} opens has no closing quote")
+            chars.append(chr(self._char()))
+        self._at += 1
+        return "".join(chars)
+
+    def _chars(self) -> Node:
+        line = self._line()
+        self._at += 1
+        is_negated = self._next() == "^"
+        self._at += is_negated
+        ranges: list[tuple[int, int]] = []
+        while (char := self._next()) != "]":
+            if not char or char == "\n":
+                raise self._wrong(f"the class that line {line} opens has no closing bracket")
+            first = last = self._char()
+            if self._next() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._at += 1
+                last = self._char()
+            if last < first:
+                raise self._wrong(f"the range {chr(first)!r} to {chr(last)!r} is empty")
+            ranges.append((first, last))
+        self._at += 1
+        if not ranges and not is_negated:
+            raise self._wrong("the class [] has no characters")
+        return Chars(tuple(ranges), is_negated)
+
+    def _char(self) -> int:
+        """The code point that is written here, maybe by an escape."""
+        if self._source[self._at] != "\\":
+            self._at += 1
+            return ord(self._source[self._at - 1])
+        found = _ESCAPE.match(self._source, self._at)
+        if found is None:
+            raise self._wrong("a backslash at the end escapes nothing")
+        name, digits = found[4] or "", found[1] or found[2] or found[3]
+        if name and name not in _ESCAPED and name not in _PLAIN:
+            raise self._wrong(
+                f'\\{name} is no escape: expected \\n, \\r, \\t, \\\\, \\", \\], \\xNN, \\uNNNN or \\UNNNNNNNN'
+            )
+        code = int(digits, 16) if digits else ord(_ESCAPED.get(name, name))
+        if code > _LAST_CODE or code in _SURROGATES:
+            raise self._wrong(f"{found[0]} is no character")
+        self._at = found.end()
+        return code
+
+    def _next(self) -> str:
+        """The next character; "" at the end."""
+        return self._source[self._at : self._at + 1]
+
+    def _skip(self) -> None:
+        if found := _SKIPPED.match(self._source, self._at):
+            self._at = found.end()
+
+    def _take(self, pattern: re.Pattern[str], what: str) -> str:
+        found = pattern.match(self._source, self._at)
+        if found is None:
+            rest = self._source[self._at :].split("\n", 1)[0]
+            raise self._wrong(f"expected {what}, not {rest[:20]!r}" if rest else f"expected {what}, and there it ends")
+        self._at = found.end()
+        return found[0]
+
+    def _line(self) -> int:
+        return self._source.count("\n", 0, self._at) + 1
+
+    def _wrong(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"grammar: line {self._line()}: {what}. A GBNF grammar looks like {EXAMPLE}")
+
+
+# Understanding
+
+
+def _children(node: Node) -> tuple[Node, ...]:
+    match node:
+        case Sequence(items) | Choice(items):
+            return items
+        case Repeat(item):
+            return (item,)
+        case _:
+            return ()
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        yield one
+        todo += _children(one)
+
+
+def _references(node: Node) -> Iterator[Reference]:
+    return (one for one in _walk(node) if isinstance(one, Reference))
+
+
+def _has_token(node: Node) -> bool:
+    return any(isinstance(one, Token) for one in _walk(node))
+
+
+def _reachable(rules: Mapping[str, _Rule], start: str) -> dict[str, None]:
+    """The names of all rules that an answer may need, in the order in which they are met."""
+    found = {start: None}
+    todo = [start]
+    while todo:
+        new = {one.name: None for one in _references(rules[todo.pop()].body) if one.name not in found}
+        found |= new
+        todo += new
+    return found
+
+
+def _has_cycle(rules: Mapping[str, _Rule], names: Iterable[str]) -> bool:
+    """Whether one of these rules can hold itself. Rules that need no other are taken away until none is left."""
+    needs = {name: {one.name for one in _references(rules[name].body)} for name in names}
+    users = defaultdict[str, list[str]](list)
+    for name, others in needs.items():
+        for other in others:
+            users[other].append(name)
+    free = [name for name, others in needs.items() if not others]
+    num_left = len(needs)
+    while free:
+        name = free.pop()
+        num_left -= 1
+        for user in users[name]:
+            needs[user].discard(name)
+            if not needs[user]:
+                free.append(user)
+    return num_left > 0
+
+
+# Writing
+
+
+class _Writer:
+    def __init__(self, numbers: Mapping[str, int], *, is_lexeme: bool) -> None:
+        self._numbers = numbers
+        self._is_lexeme = is_lexeme
+
+    def name(self, rule: str) -> str:
+        """Lark tells lexemes from rules by their letters, and knows no dashes."""
+        slug = re.sub(r"\W", "_", rule, flags=re.ASCII)
+        return f"T{self._numbers[rule]}_{slug.upper()}" if self._is_lexeme else f"r{self._numbers[rule]}_{slug.lower()}"
+
+    def expression(self, node: Node) -> str:
+        match node:
+            case Literal(text):
+                return self._literal(text)
+            case Chars():
+                return _chars(node)
+            case Reference(name):
+                return self.name(name)
+            case Token(text):
+                return text
+            case Sequence(items):
+                return " ".join(self._part(item) for item in items) or '""'
+            case Choice(options):
+                return " | ".join(self.expression(option) for option in options)
+            case Repeat(item, low, high):
+                return self._part(item) + _operator(low, high)
+
+    def _part(self, node: Node) -> str:
+        written = self.expression(node)
+        is_alone = isinstance(node, Chars | Reference | Token) or (isinstance(node, Literal) and len(node.text) == 1)
+        return written if is_alone else f"({written})"
+
+    def _literal(self, text: str) -> str:
+        pieces = [text] if self._is_lexeme or not text else list(text)
+        return " ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
+
+
+def _operator(low: int, high: int | None) -> str:
+    known = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+    return known.get((low, high)) or f"{{{low},{'' if high is None else high}}}"
+
+
+def _chars(node: Chars) -> str:
+    if node == ANY:
+        return "/(?s:.)/"
+    ranges = [f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else "") for first, last in node.ranges]
+    return f"/[{'^' if node.is_negated else ''}{''.join(ranges)}]/"
