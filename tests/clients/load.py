@@ -18,7 +18,8 @@ from typing import Any
 
 from quire.engine.model import ModelText
 from quire.weights.hub import DEFAULT_MODEL, resolve
-from tests.clients.run import ENVIRONMENTS, Client, install, served_name
+from tests.clients.run import ENVIRONMENTS, install, served_name
+from tests.clients.table import Client
 from tests.server.rig import serving
 
 AIPERF = Client("aiperf", "aiperf", ("aiperf==0.13.0",), "load.py")

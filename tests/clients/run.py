@@ -1,6 +1,7 @@
 """Clients nobody here wrote, each in an environment of its own, against a real server: `make clients`.
 
 Environments are made once under build/clients and kept; a changed pin makes them anew.
+tests/clients/table.py lists the clients.
 """
 
 from __future__ import annotations
@@ -12,53 +13,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.weights.hub import DEFAULT_MODEL
+from tests.clients.long_model import write_long_model
 from tests.clients.scripts import checks
+from tests.clients.table import CLIENTS, TORCH, Client
 from tests.server.rig import Server, serving
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clients"
 SCRIPTS = Path(__file__).parent / "scripts"
-INSTALL_S = 900.0
-RUN_S = 600.0
-_LEADING = ("PYTHONPATH", "VIRTUAL_ENV", "OPENAI_", "ANTHROPIC_", "LITELLM_", "LLM_")
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    name: str
-    environment: str
-    pins: tuple[str, ...]  # name==version for pip, name@version for npm
-    script: str
-
-    @property
-    def is_node(self) -> bool:
-        return self.script.endswith(".mjs")
-
-
-# To add a client: a script that runs the checks, and a row.
-CLIENTS = (
-    Client("openai (npm)", "openai-npm", ("openai@7.53.0",), "openai_npm.mjs"),
-    Client(
-        "langchain-openai",
-        "langchain",
-        ("langchain-openai==1.7.3", "langchain-anthropic==1.7.7"),
-        "by_langchain_openai.py",
-    ),
-    Client(
-        "langchain-anthropic",
-        "langchain",
-        ("langchain-openai==1.7.3", "langchain-anthropic==1.7.7"),
-        "by_langchain_anthropic.py",
-    ),
-    # LiteLLM imports mcp wherever a request has tools, and does not ask for it.
-    Client("litellm", "litellm", ("litellm==1.106.2", "mcp==2.3.0"), "by_litellm.py"),
-    Client("llm", "llm", ("llm==0.36",), "by_llm.py"),
-)
+INSTALL_S = 1800.0
+RUN_S = 3 * 3600.0
+_LEADING = ("PYTHONPATH", "VIRTUAL_ENV", "OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_", "LITELLM_", "LLM_", "OLLAMA_")
 
 
 class Outcome(NamedTuple):
@@ -66,22 +35,43 @@ class Outcome(NamedTuple):
     detail: str
 
 
+Results = dict[Client, dict[str, Outcome]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__)
-    parser.add_argument("clients", nargs="*", help=f"some of {', '.join(client.environment for client in CLIENTS)}")
+    names = ", ".join(dict.fromkeys(client.environment for client in CLIENTS))
+    parser.add_argument("clients", nargs="*", help=f"some of {names}")
     parser.add_argument("--url", help="of a server that runs already, instead of one that is started")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     options = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if not options.clients or client.environment in options.clients]
     missing = [client for client in chosen if not install(client)]
+    ready = [client for client in chosen if client not in missing]
     if options.url is not None:
-        results = run_all(chosen, options.url, options.model)
+        results = run_all(ready, options.url, options.model)
     else:
-        with serving(options.model) as server:
-            results = run_all(chosen, server.url, served_name(server))
+        results = run_served(ready, options.model)
     print(table(results))
+    for client in missing:
+        print(f"{client.name}: not installed")
     is_well = all(outcome.is_well for outcomes in results.values() for outcome in outcomes.values())
     return 0 if is_well and not missing else 1
+
+
+def run_served(clients: Sequence[Client], model: str) -> Results:
+    """Each against a server of the model, those with long prompts against one whose context is long enough."""
+    results: Results = {}
+    if plain := [client for client in clients if not client.wants_long_context]:
+        with serving(model) as server:
+            results |= run_all(plain, server.url, served_name(server))
+    if long := [client for client in clients if client.wants_long_context]:
+        path = write_long_model(ENVIRONMENTS / "model")
+        # One client at a time: the rig's one thread, meant for tests side by side, would only make it wait.
+        threads = {"QUIRE_THREADS": str(os.cpu_count() or 1)}
+        with serving(str(path), "--served-model-name", model, env=threads) as server:
+            results |= run_all(long, server.url, served_name(server))
+    return results
 
 
 def served_name(server: Server) -> str:
@@ -95,24 +85,35 @@ def install(client: Client) -> bool:
     """Whether it could be. What went wrong is printed."""
     folder = ENVIRONMENTS / client.environment
     stamp = folder / ".installed"
-    wanted = " ".join(client.pins)
+    wanted = " ".join(sorted(client.pins))
     if stamp.exists() and stamp.read_text() == wanted:
         return True
     print(f"installing {wanted}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if client.is_node:
-        is_well = _ran(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *client.pins])
-    else:
-        is_well = _ran([sys.executable, "-m", "venv", str(folder)]) and _ran(
-            [str(folder / "bin" / "pip"), "install", "--quiet", *client.pins]
-        )
-        if is_well and list(folder.glob("lib/python*/site-packages/torch")):
-            print(f"{client.name}: it brought torch along, which no client needs")
-            return False
+    is_well = _install_node(folder, client) if client.is_node else _install_python(folder, client)
     if is_well:
         stamp.write_text(wanted)
     return is_well
+
+
+def _install_node(folder: Path, client: Client) -> bool:
+    return _ran(["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *client.pins])
+
+
+def _install_python(folder: Path, client: Client) -> bool:
+    pip = [str(folder / "bin" / "pip"), "install", "--quiet"]
+    is_well = _ran([sys.executable, "-m", "venv", str(folder)])
+    if TORCH in client.pins:
+        is_well = is_well and _ran([*pip, TORCH])
+    is_well = is_well and _ran([*pip, *client.pins])
+    packages = {path.name for path in folder.glob("lib/python*/site-packages/*")}
+    unwanted = {name for name in packages if name.startswith("nvidia")}
+    if TORCH not in client.pins:
+        unwanted |= packages & {"torch"}
+    if unwanted:
+        print(f"{client.name}: it brought {', '.join(sorted(unwanted))} along, which no client needs")
+    return is_well and not unwanted
 
 
 def _ran(command: Sequence[str]) -> bool:
@@ -129,8 +130,8 @@ def _ran(command: Sequence[str]) -> bool:
 # Runs
 
 
-def run_all(clients: Sequence[Client], url: str, model: str) -> dict[Client, dict[str, Outcome]]:
-    results: dict[Client, dict[str, Outcome]] = {}
+def run_all(clients: Sequence[Client], url: str, model: str) -> Results:
+    results: Results = {}
     for client in clients:
         results[client] = run(client, url, model)
         for name, outcome in results[client].items():
@@ -140,8 +141,8 @@ def run_all(clients: Sequence[Client], url: str, model: str) -> dict[Client, dic
 
 def run(client: Client, url: str, model: str) -> dict[str, Outcome]:
     """The outcome of every check; one that was not reported has failed."""
-    # A cache that an earlier client filled would answer the first of two questions about usage.
-    salted = f"Client {client.name}. {checks.LONG}"
+    # A cache that an earlier client or run filled would answer the first of two questions about usage.
+    salted = f"Client {client.name} of run {os.getpid()}. {checks.LONG}"
     words = {
         "question": checks.QUESTION,
         "long": salted,
@@ -150,36 +151,53 @@ def run(client: Client, url: str, model: str) -> dict[str, Outcome]:
         "capital_schema": checks.CAPITAL_SCHEMA,
         "no_model": checks.NO_MODEL,
     }
-    given = {"QUIRE_URL": url, "QUIRE_MODEL": model, "QUIRE_LONG": salted, "QUIRE_WORDS": json.dumps(words)}
-    done = subprocess.run(
-        _command(client),
-        env={**_environment(), **given},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
+    given = {
+        "QUIRE_URL": url,
+        "QUIRE_MODEL": model,
+        "QUIRE_LONG": salted,
+        "QUIRE_WORDS": json.dumps(words),
+        "QUIRE_CHECKS": " ".join(client.checks),
+        "QUIRE_ENVIRONMENT": str(ENVIRONMENTS / client.environment),
+    }
+    try:
+        done = subprocess.run(
+            _command(client),
+            env={**_environment(), **given},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        print(error.stderr, file=sys.stderr)
+        return dict.fromkeys(client.checks, Outcome(False, f"not done in {RUN_S:.0f} s"))
     found = dict(_reported(done.stdout))
-    if len(found) < len(checks.CHECKS) or not all(outcome.is_well for outcome in found.values()):
+    if len(found) < len(client.checks) or not all(outcome.is_well for outcome in found.values()):
         print(done.stderr[-6000:], file=sys.stderr)
-    return {name: found.get(name, Outcome(False, "not reported")) for name in checks.CHECKS}
+    return {name: found.get(name, Outcome(False, "not reported")) for name in client.checks}
 
 
 def _command(client: Client) -> list[str]:
     folder = ENVIRONMENTS / client.environment
     script = SCRIPTS / client.script
-    if not client.is_node:
-        return [str(folder / "bin" / "python"), str(script)]
+    if script.suffix == ".py":
+        python = sys.executable if client.is_node else str(folder / "bin" / "python")
+        return [python, str(script), *client.arguments]
     beside = folder / client.script  # Node.js looks for modules beside the script
     shutil.copyfile(script, beside)
-    return ["node", str(beside)]
+    return ["node", str(beside), *client.arguments]
 
 
 def _environment() -> dict[str, str]:
     """Ours without what would lead a client elsewhere, or to our own packages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEADING)}
-    return kept | {"LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1"}
+    return kept | {
+        "LANGSMITH_TRACING": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _reported(text: str) -> list[tuple[str, Outcome]]:
@@ -193,11 +211,11 @@ def _reported(text: str) -> list[tuple[str, Outcome]]:
 
 def table(results: Mapping[Client, Mapping[str, Outcome]]) -> str:
     """In Markdown, as docs/clients.md has it."""
-    lines = [f"| client | version | {' | '.join(checks.CHECKS)} |", "|---" * (len(checks.CHECKS) + 2) + "|"]
+    lines = ["| client | version | works | does not |", "|---|---|---|---|"]
     for client, outcomes in results.items():
-        version = next(pin for pin in client.pins if pin.startswith(client.name.split()[0])).replace("@", "==")
-        marks = " | ".join("ok" if outcomes[name].is_well else "FAILED" for name in checks.CHECKS)
-        lines.append(f"| {client.name} | {version.partition('==')[2]} | {marks} |")
+        works = ", ".join(name for name, outcome in outcomes.items() if outcome.is_well)
+        fails = ", ".join(name for name, outcome in outcomes.items() if not outcome.is_well)
+        lines.append(f"| {client.name} | {client.version} | {works} | {fails} |")
     return "\n".join(lines)
 
 

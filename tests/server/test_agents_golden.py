@@ -154,7 +154,9 @@ def test_codex_gets_a_call_with_its_namespace(server: Server) -> None:
     (tools,) = [tool for tool in golden("codex_chat")["body"]["tools"] if tool["type"] == "namespace"]
     tools["tools"] = [tool for tool in tools["tools"] if tool["name"] == "close_agent"]
     tools["tools"][0]["parameters"]["properties"] = {"target": {"type": "string", "enum": ["one"]}}
-    rows = responses_stream(send(server, "codex_chat", tools=[tools], tool_choice="required"))
+    rows = responses_stream(
+        send(server, "codex_chat", tools=[tools], tool_choice="required", parallel_tool_calls=False)
+    )
     (item,) = [row["item"] for row in rows if row["type"] == "response.output_item.done"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "close_agent", "multi_agent_v1")
     assert json.loads(item["arguments"]) == {"target": "one"}

@@ -1,6 +1,7 @@
 """The fixed script that every client runs, each in its own words. Standard library only: it runs in their environments.
 
-A client makes functions named as `CHECKS` and calls `run`. What a check prints is a line of JSON for the runner.
+A client makes functions named as `CHECKS`, or as its row in tests/clients/table.py has it, and calls `run`. What a
+check prints is a line of JSON for the runner.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def expect_cached(num_first: int, num_second: int) -> str:
 
 def run(client: str, checks: Mapping[str, Callable[[], object]]) -> None:
     """Every one of them, in order; one that fails does not keep the others."""
-    assert tuple(checks) == CHECKS, f"{client} runs {tuple(checks)}"
+    wanted = os.environ.get("QUIRE_CHECKS", "").split() or CHECKS
+    assert tuple(checks) == tuple(wanted), f"{client} runs {tuple(checks)}"
     for name, check in checks.items():
         try:
             detail, is_well = str(check()), True

@@ -1,0 +1,70 @@
+"""aider, from its command line, in a folder of its own. What an edit says is forced: a small model cannot write one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import checks
+
+_KEPT = tempfile.TemporaryDirectory(prefix="aider-")  # until this ends
+FOLDER = Path(_KEPT.name)
+LINE = "print('hello from quire')"
+EDIT = f"hello.py\n```\n{LINE}\n```\n"
+PLAIN = ("--no-git", "--no-check-update", "--no-show-release-notes", "--analytics-disable", "--no-show-model-warnings")
+QUIET = ("--yes-always", "--no-pretty", "--no-fancy-input", "--map-tokens", "0", "--no-suggest-shell-commands")
+
+
+def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str, Any] | None = None) -> str:
+    """What it prints."""
+    settings = {
+        "name": f"openai/{model}",
+        "edit_format": "whole",
+        "use_temperature": 0,
+        "extra_params": {"max_tokens": 64, **(more or {})},
+    }
+    path = FOLDER / "settings.yml"
+    path.write_text(json.dumps([settings]))  # which is YAML too
+    aider = str(Path(sys.executable).with_name("aider"))
+    command = [aider, "--model", f"openai/{model}", "--model-settings-file", str(path), *PLAIN, *QUIET]
+    given = {"OPENAI_API_BASE": f"{checks.URL}/v1", "OPENAI_API_KEY": "none", "HOME": str(FOLDER)}
+    done = subprocess.run(
+        [*command, *options, "--message", prompt],
+        cwd=FOLDER,
+        env={**os.environ, **given},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def chat() -> object:
+    told = aider(checks.QUESTION, "--chat-mode", "ask")
+    answer, is_counted, _ = told.rpartition("Repo-map: disabled")[2].partition("Tokens:")
+    checks.expect(is_counted and answer.strip() and "litellm." not in answer, told[-400:])
+    return answer.strip()
+
+
+def edit() -> object:
+    """A whole file, in a stream, by `structured_outputs` of quire."""
+    more = {"extra_body": {"structured_outputs": {"choice": [EDIT]}}}
+    told = aider("Write hello.py.", "hello.py", more=more)
+    text = (FOLDER / "hello.py").read_text()
+    checks.expect(text.strip() == LINE, (text, told[-300:]))
+    return f"hello.py: {text}"
+
+
+def error() -> object:
+    return checks.expect_no_model(aider(checks.QUESTION, "--chat-mode", "ask", model=checks.NO_MODEL))[-200:]
+
+
+if __name__ == "__main__":
+    checks.run("aider", {check.__name__: check for check in (chat, edit, error)})

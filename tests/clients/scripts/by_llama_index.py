@@ -1,0 +1,96 @@
+"""LlamaIndex's `OpenAILike`: its chat, streams, tools and structured answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import checks
+import openai
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, Field
+
+
+class Capital(BaseModel):
+    """A capital."""
+
+    capital: str = Field(max_length=24)
+    population: int = Field(ge=0, le=99999999)
+
+
+def model(name: str = checks.MODEL, **more: Any) -> Any:
+    return OpenAILike(
+        model=name,
+        api_base=f"{checks.URL}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        context_window=8192,
+        temperature=0,
+        max_tokens=64,
+        max_retries=0,
+        **more,
+    )
+
+
+def asked(content: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=content)]
+
+
+def get_weather(city: str) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
+
+
+def chat() -> object:
+    text = model().chat(asked(checks.QUESTION)).message.content
+    checks.expect(checks.ANSWER in text, text)
+    return text
+
+
+def stream() -> object:
+    pieces = [piece.delta or "" for piece in model().stream_chat(asked(checks.QUESTION))]
+    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
+    return f"{len(pieces)} chunks"
+
+
+def tool() -> object:
+    one = model()
+    answer = one.chat_with_tools(
+        [FunctionTool.from_defaults(fn=get_weather)],
+        user_msg=checks.WEATHER,
+        tool_required=True,
+        allow_parallel_tool_calls=False,
+    )
+    (call,) = one.get_tool_calls_from_response(answer)
+    checks.expect(call.tool_name == "get_weather", call)
+    return checks.expect_city(call.tool_kwargs)
+
+
+def schema() -> object:
+    found = model(should_use_structured_outputs=True).structured_predict(Capital, _prompt(checks.QUESTION))
+    return checks.expect_capital(found.model_dump())
+
+
+def _prompt(text: str) -> Any:
+    from llama_index.core.prompts import PromptTemplate
+
+    return PromptTemplate(text)
+
+
+def error() -> object:
+    try:
+        model(checks.NO_MODEL).chat(asked(checks.QUESTION))
+    except openai.NotFoundError as problem:
+        return checks.expect_no_model(problem.message)
+    raise AssertionError("no error")
+
+
+def usage() -> object:
+    raws = [model().chat(asked(checks.LONG)).raw for _ in range(2)]
+    return checks.expect_cached(*(raw.usage.prompt_tokens_details.cached_tokens for raw in raws))
+
+
+if __name__ == "__main__":
+    checks.run("llama-index", {check.__name__: check for check in (chat, stream, tool, schema, error, usage)})

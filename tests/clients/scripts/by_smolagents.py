@@ -1,0 +1,75 @@
+"""smolagents: `OpenAIModel`, and a `ToolCallingAgent` whose every step must be a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import checks
+import openai
+from smolagents import ChatMessage, MessageRole, OpenAIModel, Tool, ToolCallingAgent
+
+
+class GetWeather(Tool):  # type: ignore[misc]
+    name = "get_weather"
+    description = "The weather of a city."
+    inputs = {"city": {"type": "string", "description": "Its name."}}  # noqa: RUF012 - as its base class wants it
+    output_type = "string"
+
+    def forward(self, city: str) -> str:
+        return f"sunny in {city}"
+
+
+def model(name: str = checks.MODEL, **more: Any) -> Any:
+    return OpenAIModel(name, api_base=f"{checks.URL}/v1", api_key="none", temperature=0, max_tokens=64, **more)
+
+
+def asked(content: str) -> list[Any]:
+    return [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": content}])]
+
+
+def chat() -> object:
+    text = model()(asked(checks.QUESTION)).content
+    checks.expect(checks.ANSWER in text, text)
+    return text
+
+
+def stream() -> object:
+    pieces = [piece.content or "" for piece in model().generate_stream(asked(checks.QUESTION))]
+    checks.expect(len(pieces) > 3 and checks.ANSWER in "".join(pieces), pieces)
+    return f"{len(pieces)} chunks"
+
+
+def tool() -> object:
+    """A call by the model, and one step of an agent: it runs a tool or gives an answer, both by a call."""
+    one = model(parallel_tool_calls=False)
+    (call,) = one(asked(checks.WEATHER), tools_to_call_from=[GetWeather()]).tool_calls
+    checks.expect(call.function.name == "get_weather", call)
+    told = checks.expect_city(call.function.arguments)
+    agent = ToolCallingAgent(tools=[GetWeather()], model=one, max_steps=1, verbosity_level=0)
+    agent.run(checks.WEATHER)
+    steps = [step for step in agent.memory.steps if getattr(step, "tool_calls", None)]
+    checks.expect(steps, agent.memory.steps)
+    return f"{told}; an agent's step: {steps[0].tool_calls[0].name}"
+
+
+def schema() -> object:
+    shape = {"name": "capital", "schema": checks.CAPITAL_SCHEMA, "strict": True}
+    answer = model()(asked(checks.QUESTION), response_format={"type": "json_schema", "json_schema": shape})
+    return checks.expect_capital(answer.content)
+
+
+def error() -> object:
+    try:
+        model(checks.NO_MODEL)(asked(checks.QUESTION))
+    except openai.NotFoundError as problem:
+        return checks.expect_no_model(problem.message)
+    raise AssertionError("no error")
+
+
+def usage() -> object:
+    raws = [model()(asked(checks.LONG)).raw for _ in range(2)]
+    return checks.expect_cached(*(raw.usage.prompt_tokens_details.cached_tokens for raw in raws))
+
+
+if __name__ == "__main__":
+    checks.run("smolagents", {check.__name__: check for check in (chat, stream, tool, schema, error, usage)})

@@ -1,0 +1,98 @@
+"""A proxy that makes a small model take an agent's tool turn. Standard library only.
+
+The first request that offers the tool gets a `tool_choice` that names it, and the tool's schema is narrowed to one
+value, so that the grammar leaves nothing to the model. Everything else, and every later request, passes as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+TIMEOUT_S = 3600.0
+
+
+class Passed(NamedTuple):
+    """A request that went through."""
+
+    path: str
+    body: dict[str, Any]
+    status: int
+    is_forced: bool
+    ignored: str  # the server's x-quire-ignored-fields
+
+
+class Forced(NamedTuple):
+    tool: str
+    values: Mapping[str, str]  # of its arguments
+
+
+def has_result(body: Mapping[str, Any]) -> bool:
+    """Whether the conversation holds a tool's result already."""
+    found = json.dumps(body)
+    return '"tool_result"' in found or '"function_call_output"' in found
+
+
+def force(path: str, body: dict[str, Any], forced: Forced) -> bool:
+    """Narrow the request to a call of the tool, if it offers it and no call has been made."""
+    tools = [tool for tool in body.get("tools") or [] if tool.get("name") == forced.tool]
+    if not tools or has_result(body):
+        return False
+    key = "input_schema" if "input_schema" in tools[0] else "parameters"
+    properties = {name: {"type": "string", "enum": [value]} for name, value in forced.values.items()}
+    tools[0][key] = {"type": "object", "properties": properties, "required": list(properties)}
+    tools[0][key]["additionalProperties"] = False
+    kind = "tool" if "/messages" in path else "function"
+    body["tool_choice"] = {"type": kind, "name": forced.tool}
+    return True
+
+
+@contextlib.contextmanager
+def proxy(url: str, forced: Forced | None) -> Iterator[tuple[str, list[Passed]]]:
+    """Its address, and what passes through it."""
+    passed: list[Passed] = []
+    host, _, port = url.removeprefix("http://").partition(":")
+
+    class Handler(BaseHTTPRequestHandler):
+        def pass_on(self) -> None:
+            data = self.rfile.read(int(self.headers.get("content-length") or 0))
+            body: dict[str, Any] = json.loads(data) if data.startswith(b"{") else {}
+            is_forced = forced is not None and force(self.path, body, forced)
+            upstream = HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+            kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "content-length", "connection")}
+            upstream.request(self.command, self.path, json.dumps(body) if is_forced else data, kept)
+            answer = upstream.getresponse()
+            ignored = answer.headers.get("x-quire-ignored-fields", "")
+            passed.append(Passed(self.path, body, answer.status, is_forced, ignored))
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("connection", "close")
+            self.end_headers()
+            while piece := answer.read1():
+                self.wfile.write(piece)
+                self.wfile.flush()
+            upstream.close()
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("do_"):
+                return self.pass_on
+            raise AttributeError(name)
+
+        def log_message(self, format: str, *values: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", passed
+    finally:
+        server.shutdown()
+        server.server_close()
