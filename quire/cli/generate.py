@@ -81,17 +81,11 @@ def generate(
             grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar),
         )
         loading.check_answer(params)
-    settings = loading.engine_settings(
-        backend=backend,
-        precision=precision,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        threads=threads,
-        max_context=max_context,
-        kv_memory=kv_memory,
-    )
     ask = read_ask(prompt, system, is_raw=raw)
+    settings = loading.engine_settings(
+        backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
+        threads=threads, max_context=max_context, kv_memory=kv_memory,
+    )  # fmt: skip
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
 

@@ -381,7 +381,7 @@ def request_body(model: str, ask: Ask, params: GenerationParams) -> dict[str, An
         if value != getattr(neutral, name):
             body[wire_name] = value
     if params.grammar is not None:
-        body[GRAMMAR_NAMES[params.grammar.kind]] = params.grammar.source
+        body[GRAMMAR_NAMES[params.grammar.kind]] = params.grammar.given or params.grammar.source  # the server holds it
     if isinstance(ask, str):
         body["prompt"] = ask
         if params.logprobs is not None:

@@ -42,6 +42,7 @@ class Grammar:
     kind: GrammarKind
     source: str
     unenforced: tuple[str, ...] = field(default=(), compare=False)  # of a schema: paths of keywords it does not hold
+    given: str = field(default="", compare=False)  # a schema as it was before it was held; empty: the source
 
     def __post_init__(self) -> None:
         if self.kind not in list(GrammarKind):
@@ -63,7 +64,8 @@ def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Gr
     """
     check_schema(schema)
     held = hold_schema(schema, strict=strict)
-    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(held.schema), tuple(one.path for one in held.unenforced))
+    unenforced = tuple(one.path for one in held.unenforced)
+    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(held.schema), unenforced, given=_dumps(schema))
 
 
 def json_object_grammar() -> Grammar:

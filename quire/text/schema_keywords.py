@@ -152,13 +152,13 @@ def _hold_multiple(draft: Draft, limit: int) -> None:
     number = int("".join(map(str, digits))) * 10 ** max(0, exponent)
     if number * (10 ** max(0, -exponent) if limit == MAX_SHARED_MULTIPLE else 1) > limit or exponent < -9:
         draft.drop("multipleOf", "it has too many digits")
-    elif not _survives_doubling(value, number, max(0, -exponent)):
+    elif not _survives_tens(value, number, max(0, -exponent)):
         draft.drop("multipleOf", "it has no exact binary form")
     else:
         draft.out["multipleOf"] = value
 
 
-def _survives_doubling(value: float, number: int, num_decimals: int) -> bool:
+def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
     """The compiler multiplies by ten until nothing is left behind the point; rounding may get in its way."""
     value = float(value)
     for _ in range(num_decimals):

@@ -20,7 +20,7 @@ from quire.cli.main import app
 from quire.cli.remote import parse_url, read_events, request_body
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError
-from quire.text.grammar import Grammar, GrammarKind
+from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
 from tests.cli.runs import LIMIT_S, EchoLLM, Terminal, quire
 from tests.cli.scripted import (
     DONE,
@@ -331,6 +331,13 @@ def test_names_that_differ_in_the_api() -> None:
 def test_a_grammar_is_sent_in_the_words_of_the_api(kind: str, name: str) -> None:
     grammar = Grammar(GrammarKind(kind), "{}")
     assert request_body("m", "Once", GenerationParams(grammar=grammar))[name] == "{}"
+
+
+def test_a_schema_is_sent_as_it_was_given() -> None:
+    """The server rewrites it in the compiler's words, and would not read those."""
+    schema = {"type": "string", "pattern": "^.$"}
+    body = request_body("m", "Once", GenerationParams(grammar=json_schema_grammar(schema)))
+    assert json.loads(body["guided_json"]) == schema
 
 
 def test_a_raw_prompt_is_a_completion(server: ScriptedServer) -> None:

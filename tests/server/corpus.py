@@ -445,7 +445,11 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema")
     yield field(CHAT, "tool_choice", "required", label="a call of nothing")
     yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of nobody")
-    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": away}}, label="elsewhere")
+    strict = {"schema": away, "strict": True}
+    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="elsewhere")
+    doubled = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
+    strict = {"schema": {"$ref": "#/$defs/d0", "$defs": doubled}, "strict": True}
+    yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="doublings")
     yield field(CHAT, "response_format", {"type": "json_schema"}, label="no schema")
     yield field(CHAT, "response_format", {"type": "yaml"}, label="no such format")
     yield field(CHAT, "structured_outputs", {"choice": []}, label="no choice")
@@ -455,7 +459,7 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(COMPLETIONS, "guided_regex", "a" * 10**5, label="a long regex")
     yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {"type": "array"}}], label="no object")
     yield field(MESSAGES, "tools", [{"name": "f", "type": "bash_20250124"}], label="a server's tool")
-    yield field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"type": "colour"}}, label="no type")
+    yield field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"enum": []}}, label="nothing matches")
 
 
 def _templates() -> Iterator[Hostile]:
