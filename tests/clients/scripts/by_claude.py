@@ -59,12 +59,10 @@ def answer_of(found: dict[str, Any]) -> str:
 
 
 def chat() -> object:
-    found = claude(checks.URL, checks.QUESTION)
-    text = answer_of(found)
-    usage = found["usage"]
-    tokens = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
-    checks.expect(tokens > 8192, usage)
-    return f"{tokens} tokens of prompt: {text}"
+    with forcing.proxy(checks.URL, None) as (url, passed):
+        text = answer_of(claude(url, checks.QUESTION))
+    checks.expect([one.status for one in passed] == [200], passed)
+    return f"{text}; ignored: {passed[0].ignored}"
 
 
 def tool() -> object:
@@ -79,9 +77,7 @@ def tool() -> object:
     checks.expect([one.is_forced for one in passed] == [True, False], passed)
     (result,) = [block for block in passed[1].body["messages"][-1]["content"] if block["type"] == "tool_result"]
     checks.expect(result["content"] == WORD and not result["is_error"], result)
-    cached = found["usage"]["cache_read_input_tokens"]
-    checks.expect(cached > 8192, found["usage"])
-    return f"called, run and answered: {text}; {cached} tokens cached"
+    return f"called, run and answered: {text}"
 
 
 def error() -> object:

@@ -1,7 +1,8 @@
-"""A proxy that makes a small model take an agent's tool turn. Standard library only.
+"""A proxy that decides for a small model when an agent's tools are called. Standard library only.
 
 The first request that offers the tool gets a `tool_choice` that names it, and the tool's schema is narrowed to one
-value, so that the grammar leaves nothing to the model. Everything else, and every later request, passes as it came.
+value, so that the grammar leaves nothing to the model. Every other request gets the choice `none`: left to itself, the
+model goes on calling tools and never ends. Nothing else of a request is changed.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ def has_result(body: Mapping[str, Any]) -> bool:
     return '"tool_result"' in found or '"function_call_output"' in found
 
 
-def force(path: str, body: dict[str, Any], forced: Forced) -> bool:
-    """Narrow the request to a call of the tool, if it offers it and no call has been made."""
-    tools = [tool for tool in body.get("tools") or [] if tool.get("name") == forced.tool]
-    if not tools or has_result(body):
+def force(path: str, body: dict[str, Any], forced: Forced | None) -> bool:
+    """Narrow the request to a call of the tool, if it offers it and no call has been made; else allow none."""
+    offered = body.get("tools") or []
+    tools = [tool for tool in offered if forced is not None and tool.get("name") == forced.tool]
+    if forced is None or not tools or has_result(body):
+        if offered:
+            body["tool_choice"] = {"type": "none"} if "/messages" in path else "none"
         return False
     key = "input_schema" if "input_schema" in tools[0] else "parameters"
     properties = {name: {"type": "string", "enum": [value]} for name, value in forced.values.items()}
@@ -62,10 +66,10 @@ def proxy(url: str, forced: Forced | None) -> Iterator[tuple[str, list[Passed]]]
         def pass_on(self) -> None:
             data = self.rfile.read(int(self.headers.get("content-length") or 0))
             body: dict[str, Any] = json.loads(data) if data.startswith(b"{") else {}
-            is_forced = forced is not None and force(self.path, body, forced)
+            is_forced = force(self.path, body, forced)
             upstream = HTTPConnection(host, int(port), timeout=TIMEOUT_S)
             kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "content-length", "connection")}
-            upstream.request(self.command, self.path, json.dumps(body) if is_forced else data, kept)
+            upstream.request(self.command, self.path, json.dumps(body) if body else data, kept)
             answer = upstream.getresponse()
             ignored = answer.headers.get("x-quire-ignored-fields", "")
             passed.append(Passed(self.path, body, answer.status, is_forced, ignored))
