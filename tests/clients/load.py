@@ -13,17 +13,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from quire.engine.model import ModelText
-from quire.weights.hub import DEFAULT_MODEL, resolve
-from tests.clients.run import ENVIRONMENTS, install, served_name
+from quire.weights.hub import DEFAULT_MODEL
+from tests.clients.models import write_tokenizer
+from tests.clients.run import ENVIRONMENTS, TOKENIZER, install, served_name
 from tests.clients.table import Client
 from tests.server.rig import serving
 
 AIPERF = Client("aiperf", "aiperf", ("aiperf==0.13.0",), "load.py")
-TOKENIZER = ENVIRONMENTS / "tokenizer"
 REPORTS = ENVIRONMENTS / "reports"
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 32
 RUN_S = 900.0
@@ -71,16 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("|---" * 8 + "|")
     print("\n".join(rows))
     return 1 if num_failed else 0
-
-
-def write_tokenizer(folder: Path) -> None:
-    """The default model's, in the two files that `transformers` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = ModelText.open(resolve(DEFAULT_MODEL))
-    (folder / "tokenizer.json").write_text(text.tokenizer._full.to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **text.tokenizer.special_tokens}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    text.close()
 
 
 def run(load: Load, num_requests: int, url: str, model: str) -> dict[str, Any] | None:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.weights.hub import DEFAULT_MODEL
-from tests.clients.long_model import write_long_model
+from tests.clients.models import write_long_model, write_tokenizer
 from tests.clients.scripts import checks
 from tests.clients.table import CLIENTS, TORCH, Client
 from tests.server.rig import Server, serving
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clients"
+TOKENIZER = ENVIRONMENTS / "tokenizer"
 SCRIPTS = Path(__file__).parent / "scripts"
 INSTALL_S = 1800.0
 RUN_S = 3 * 3600.0
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if not options.clients or client.environment in options.clients]
     missing = [client for client in chosen if not install(client)]
+    write_tokenizer(TOKENIZER)
     ready = [client for client in chosen if client not in missing]
     if options.url is not None:
         results = run_all(ready, options.url, options.model)
@@ -157,6 +159,7 @@ def run(client: Client, url: str, model: str) -> dict[str, Outcome]:
         "QUIRE_LONG": salted,
         "QUIRE_WORDS": json.dumps(words),
         "QUIRE_CHECKS": " ".join(client.checks),
+        "QUIRE_TOKENIZER": str(TOKENIZER),
         "QUIRE_ENVIRONMENT": str(ENVIRONMENTS / client.environment),
     }
     try:

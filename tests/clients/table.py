@@ -89,5 +89,5 @@ CLIENTS = (
         "by_guidance.py",
         ("chat", "schema", "grammar", "error"),
     ),
-    Client("guidellm", "guidellm", ("guidellm==0.8.1", TORCH), "by_guidellm.py", ("chat", "text")),
+    Client("guidellm", "guidellm", ("guidellm==0.8.1", TORCH), "by_guidellm.py", ("chat", "completions", "responses")),
 )

@@ -776,6 +776,7 @@ SHAPES: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_json": json.dumps(WEATHER)}, json_schema_grammar(WEATHER)),
     ({"guided_choice": ["a", "b.c"]}, choice_grammar(["a", "b.c"])),
     ({"guided_regex": "[a-z]+"}, regex_grammar("[a-z]+")),
+    ({"guided_regex": "[a-z]+", "structured_outputs": {"regex": "[a-z]+"}}, regex_grammar("[a-z]+")),  # said twice
     ({"structured_outputs": {"grammar": "start: /x/"}}, lark_grammar("start: /x/")),
     ({"structured_outputs": {"grammar": GBNF}}, lark_grammar(gbnf_to_lark(GBNF))),
     ({"guided_grammar": GBNF}, lark_grammar(gbnf_to_lark(GBNF))),

@@ -147,11 +147,19 @@ def _shapes(body: GenerationBody) -> Iterable[_Make]:
         yield from _response_format(body.response_format)
     if body.structured_outputs is not None:
         yield from _structured("structured_outputs.", body.structured_outputs)
-    guided = StructuredOutputs(
-        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
-    )
-    yield from _structured("guided_", guided)
+    yield from _structured("guided_", _guided(body))
     yield from _elsewhere(body)
+
+
+def _guided(body: GenerationBody) -> StructuredOutputs:
+    """vLLM's older fields, less those that say what `structured_outputs` says: some clients send both."""
+    newer = body.structured_outputs or StructuredOutputs()
+    return StructuredOutputs(
+        json=None if body.guided_json == newer.json else body.guided_json,
+        regex=None if body.guided_regex == newer.regex else body.guided_regex,
+        choice=None if body.guided_choice == newer.choice else body.guided_choice,
+        grammar=None if body.guided_grammar == newer.grammar else body.guided_grammar,
+    )
 
 
 def _elsewhere(body: GenerationBody) -> Iterable[_Make]:

@@ -1,25 +1,39 @@
-"""The default model with a context of 32,768 tokens, for agents whose first prompt is longer than its own 8192.
-
-Two values of the GGUF file's header are overwritten: the length, and the base of the rotary embedding, raised as
-NTK-aware scaling has it. The answers are worse than the model's own; what is tested with it is the protocol.
+"""Files of the default model as some clients want them: its tokenizer for those that count tokens themselves, and the
+model with a context of 32,768 tokens for agents, whose first prompt is longer than its own 8192.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.weights.hub import resolve
+from quire.engine.model import ModelText
+from quire.weights.hub import DEFAULT_MODEL, resolve
 
 FACTOR = 4
 HEAD_SIZE = 64
 _UINT32, _FLOAT32 = 4, 6  # types of GGUF values
 
 
+def write_tokenizer(folder: Path) -> None:
+    """The default model's, in the two files that `transformers` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ModelText.open(resolve(DEFAULT_MODEL))
+    (folder / "tokenizer.json").write_text(text.tokenizer._full.to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **text.tokenizer.special_tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    text.close()
+
+
 def write_long_model(folder: Path) -> Path:
-    """The path of the file, which is written once."""
+    """The path of the file, which is written once.
+
+    Two values of the GGUF file's header are overwritten: the length, and the base of the rotary embedding, raised as
+    NTK-aware scaling has it. The answers are worse than the model's own; what is tested with it is the protocol.
+    """
     source = resolve()
     target = folder / f"{source.stem}-long.gguf"
     if target.exists():

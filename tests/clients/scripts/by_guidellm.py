@@ -1,0 +1,57 @@
+"""guidellm: a short benchmark of each endpoint, in streams. It counts tokens by the default model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import checks
+
+NUM_REQUESTS = 4
+_KEPT = tempfile.TemporaryDirectory(prefix="guidellm-")  # until this ends
+FOLDER = Path(_KEPT.name)
+
+
+def benchmark(path: str) -> str:
+    report = FOLDER / "report.json"
+    report.unlink(missing_ok=True)
+    options = {
+        "backend": f"kind=openai_http,target={checks.URL},model={checks.MODEL},request_format={path}",
+        "profile": "kind=concurrent,streams=2",
+        "constraint": f"kind=max_requests,count={NUM_REQUESTS}",
+        "tokenizer": f"kind=huggingface_auto,model={os.environ['QUIRE_TOKENIZER']}",
+        "data": "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+        "output": f"kind=json,path={report}",
+    }
+    command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    done = subprocess.run(
+        command, cwd=FOLDER, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False
+    )
+    checks.expect(done.returncode == 0 and report.exists(), (done.returncode, done.stdout[-300:], done.stderr[-600:]))
+    (found,) = json.loads(report.read_text())["benchmarks"]
+    totals = found["metrics"]["request_totals"]
+    checks.expect(totals["successful"] == NUM_REQUESTS and not totals["errored"], totals)
+    ttft = found["metrics"]["time_to_first_token_ms"]["successful"]["median"]
+    return f"{NUM_REQUESTS} requests, TTFT {ttft:.0f} ms"
+
+
+def chat() -> object:
+    return benchmark("/v1/chat/completions")
+
+
+def completions() -> object:
+    return benchmark("/v1/completions")
+
+
+def responses() -> object:
+    return benchmark("/v1/responses")
+
+
+if __name__ == "__main__":
+    checks.run("guidellm", {check.__name__: check for check in (chat, completions, responses)})
