@@ -61,8 +61,7 @@ def generate(
     """Answer one prompt. The answer alone goes to stdout, as it comes."""
     from quire.engine.params import GenerationParams
 
-    if logprobs is not None and not as_json:
-        raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
+    _check_shown(logprobs, as_json=as_json)
     with loading.options_named():
         params = GenerationParams(
             temperature=temperature,
@@ -88,6 +87,11 @@ def generate(
     )  # fmt: skip
     with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
+
+
+def _check_shown(logprobs: int | None, *, as_json: bool) -> None:
+    if logprobs is not None and not as_json:
+        raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
 
 
 def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> Ask:

@@ -136,6 +136,8 @@ class CallParser:
                 pass
         if self._state is _State.WORDS:
             words, self._rest = self._rest, ""
+            if self._is_after_call and self._format.opening.startswith(words.strip(_BLANK)):
+                words = ""  # the next call, cut off in the middle of its opening
             self._say(words, pieces)
             if self._blank and not self._is_after_call:
                 pieces.append(Words(self._blank))

@@ -341,6 +341,12 @@ def test_a_deferred_tool_is_shown_when_it_was_found() -> None:
     assert [tool.name for tool in forced.callable_tools] == ["now"]
 
 
+def test_the_latest_effort_counts() -> None:
+    later = [*HELLO, {"role": "system", "content": "s", "output_config": {"effort": "low"}}]
+    assert chat_of(parse(output_config={"effort": "high"})).reasoning_effort == "high"
+    assert chat_of(parse(messages=later, output_config={"effort": "high"})).reasoning_effort == "low"
+
+
 def test_what_claude_code_tells_a_bill_of_is_no_text_for_a_model() -> None:
     told = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
     assert chat_of(parse(system=told)).messages == chat_of(parse(system=[text("Be kind.")])).messages

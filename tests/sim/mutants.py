@@ -188,6 +188,7 @@ MUTANTS = (
         "core/planner.py",
         "if r.has_progressed or r is request)",
         "if True)",
+        first_world=88,
     ),
     _mutant(
         "progress is forgotten",
@@ -259,6 +260,7 @@ MUTANTS = (
         "core/planner.py",
         "        if not step.slices and step.left_out:\n            self._plan_left_out(step)\n",
         "",
+        first_world=137,
     ),
     _mutant(
         "lower tiers lengthen a step at will",
@@ -370,7 +372,7 @@ MUTANTS = (
         ".ref_count",
         "tests/core/test_scheduler.py",
     ),
-    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", "", first_world=46),
+    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", "", first_world=159),
     _mutant(
         "decode sits out while its input is in flight",
         "core/planner.py",

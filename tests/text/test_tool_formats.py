@@ -278,6 +278,8 @@ REPEATS: list[tuple[str, list[Plain], bool]] = [
         False,
     ),
     (called('{"a": 1}') + called('{"a": 1}')[:40], calls(("get", '{"a": 1}')), False),  # cut off: it is left out
+    (called("{}") + "<tool", calls(("get", "{}")), False),  # in the middle of the opening, too
+    (called("{}") + "<to be>", [*calls(("get", "{}")), ("words", "<to be>")], False),
 ]
 
 

@@ -108,7 +108,7 @@ SOURCES = {
 }
 
 
-@pytest.fixture(params=sorted(SOURCES))
+@pytest.fixture(scope="module", params=sorted(SOURCES))
 def template(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
     made = ChatTemplate(SOURCES[request.param], tokenizer)
     yield made

@@ -86,7 +86,8 @@ def conversation(body: CountTokensRequest) -> Conversation:
     if is_prefill and messages[-1].tool_calls:
         last = len(body.messages) - 1
         raise InvalidRequest(f"messages.{last}: tool_use is the last that was said: its tool_result must follow")
-    effort = None if body.output_config is None else body.output_config.effort
+    configs = [body.output_config, *(message.output_config for message in body.messages)]
+    effort = next((config.effort for config in reversed(configs) if config is not None and config.effort), None)
     with _in_their_words():
         tools, choice, ignored = _tools(body, turns.references)
         chat = ChatRequest(

@@ -63,9 +63,20 @@ class Block(Struct, frozen=True):
     is_error: Annotated[bool | None, _says("The tool failed, and the content says why.")] = None
 
 
+class OutputFormat(Struct, frozen=True, kw_only=True):
+    type: Annotated[str, _bounds(enum=["json_schema"])]
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True, kw_only=True):
+    effort: Annotated[str | None, _says("A hint, for templates that know it.")] = None
+    format: Annotated[OutputFormat | None, _says("What the answer must look like.")] = None
+
+
 class MessageParam(Struct, frozen=True):
     role: Annotated[str, _says("Who speaks. An assistant's last message is continued.", enum=ROLES)]
     content: str | list[Block]
+    output_config: Annotated[OutputConfig | None, _says("From here on: only its effort counts.")] = None
 
 
 class ToolParam(Struct, frozen=True, kw_only=True):
@@ -93,16 +104,6 @@ class ThinkingParam(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["enabled", "adaptive", "disabled"])]
     budget_tokens: Annotated[int | None, _says("Accepted, without effect.")] = None
     display: Annotated[str | None, _says("omitted: think, and leave it out of the answer.")] = None
-
-
-class OutputFormat(Struct, frozen=True, kw_only=True):
-    type: Annotated[str, _bounds(enum=["json_schema"])]
-    schema: dict[str, Any] | None = None
-
-
-class OutputConfig(Struct, frozen=True, kw_only=True):
-    effort: Annotated[str | None, _says("A hint, for templates that know it.")] = None
-    format: Annotated[OutputFormat | None, _says("What the answer must look like.")] = None
 
 
 class Amount(Struct, frozen=True, kw_only=True):

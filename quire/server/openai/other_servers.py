@@ -33,7 +33,6 @@ REFUSED = {
     "xtc_probability": Unsupported(_SAMPLERS, (0,)),
     "min_keep": Unsupported(_SAMPLERS, (0, 1)),
     "samplers": Unsupported("their order is fixed", ([],)),
-    "repeat_last_n": Unsupported("penalties look at the whole prompt and answer", (-1,)),
     "do_sample": Unsupported("temperature = 0 takes the most probable token", (True,)),
     "watermarking": Unsupported("answers have no watermark", (False,)),
     # Other ways to choose among answers or to end them.
@@ -78,6 +77,7 @@ REFUSED = {
 }
 
 ACCEPTED = {
+    "repeat_last_n": "penalties look at the whole prompt and answer",
     "mirostat_tau": "it is a setting of mirostat",
     "mirostat_eta": "it is a setting of mirostat",
     "dynatemp_exponent": "it is a setting of dynatemp_range",

@@ -52,7 +52,7 @@ def parse_responses(body: ResponsesRequest) -> Ask:
             template_args=body.chat_template_kwargs or {},
             tools=tools,
             tool_choice=choice,
-            wants_thought=False if effort == "none" else None,
+            wants_thought=False if effort == "none" else body.enable_thinking,
             reasoning_effort=effort,
         )
         max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens

@@ -155,6 +155,9 @@ class ResponsesRequest(GenerationBody, kw_only=True):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Arguments of the model's template: strings, numbers, true, false.")
     ] = None
+    enable_thinking: Annotated[
+        bool | None, Meta(description="Whether to think first, where the template leaves a choice.")
+    ] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Comes back in the answer.")] = None
     reasoning: ReasoningConfig | None = None
 
