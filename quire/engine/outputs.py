@@ -134,7 +134,10 @@ class Answers:
         return len(self._samples[index].token_ids)
 
     def push(self, index: int, output: EngineOutput) -> Delta:
-        """Take one output of sample `index`. A delta that ends what goes on in the engine means: end it there too."""
+        """Take one output of sample `index`.
+
+        If the delta has a finish reason and the output has none, the caller must end the sample in the engine.
+        """
         sample = self._samples[index]
         if index == 0:
             self._cached_tokens, self._cache = output.num_cached_tokens, output.cache or self._cache

@@ -1,4 +1,4 @@
-"""What to say of a path that leads nowhere: the one that was meant, found in the route table, or why there is none.
+"""Hints for 404s: the endpoint that was probably meant, from the route table, or why there is none.
 
 Nobody is redirected: a client that is sent elsewhere would hide a wrong base URL, and pay for it with each request.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-MAX_PATH_CHARS = 200  # a longer one is no slip of anyone's
+MAX_PATH_CHARS = 200  # longer paths are not typos
 NEAR = 0.85  # of difflib's ratio: a letter or two
 # What a base URL has too much or too little of.
 _PREFIXES = ("v1", "api", "openai", "anthropic")

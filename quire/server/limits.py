@@ -126,16 +126,15 @@ class TierQueue:
         self.num_tokens += num_tokens
 
     def retry_after_s(self) -> float:
-        """Until half of the waiting requests have begun, at the rate of late: then there is room for several.
+        """The time until half of the waiting requests have begun, at the recent rate: then there is room for several.
 
-        Where none has begun of late, at the rate of an idle machine, but not sooner than they have waited already.
+        If none began recently: the expected time on an idle machine, or the time they have waited, whichever is longer.
         """
         now_s = self._clock()
         recent = [(at_s, count) for at_s, count in self._starts if now_s - at_s <= RATE_WINDOW_S]
-        if not recent and self.intake is None:
-            return RATE_WINDOW_S
         if not recent:
-            assert self.intake is not None
+            if self.intake is None:
+                return RATE_WINDOW_S
             waited_s = now_s - self._waits_since_s if self.num_requests else 0.0
             expected_s = self.intake.wait_s(math.ceil(self.num_requests / 2), math.ceil(self.num_tokens / 2))
             return min(max(1.0, math.ceil(max(expected_s, waited_s))), MAX_RETRY_AFTER_S)

@@ -60,7 +60,7 @@ class NextToken(msgspec.Struct, kw_only=True):
 
 
 class Slot(msgspec.Struct, kw_only=True):
-    """Numbers only, and of the requests of others not even those: a prompt is nobody else's business."""
+    """Token counts, of the caller's own requests only. Slots of other keys show only that they are busy."""
 
     id: int
     n_ctx: int

@@ -32,10 +32,7 @@ class ModelFacts:
     spec: ModelSpec | None = None
     template: str | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
-
-    @property
-    def num_parameters(self) -> int:
-        return 0 if self.spec is None else sum(map(math.prod, expected_tensors(self.spec).values()))
+    num_parameters: int = 0
 
     @property
     def can_think(self) -> bool:
@@ -69,7 +66,8 @@ def _read(path: Path, load_format: str, num_bytes: int, modified_s: float) -> Mo
         defaults = checkpoint.generation
         if defaults == NO_DEFAULTS:  # as `ModelText.open` fills them in
             defaults = known_generation(path)
-        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults)
+        num_parameters = sum(map(math.prod, expected_tensors(checkpoint.spec).values()))
+        return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec, template, defaults, num_parameters)
     except QuireError:
         return ModelFacts(form, num_bytes, modified_s, digest, checkpoint.spec)
     finally:

@@ -1,4 +1,4 @@
-"""Schemas of a request in the words of whoever asked: what is not enforced, and which field made a grammar fail.
+"""Relates schemas to request fields: keywords that are not enforced, and the field whose grammar does not compile.
 
 Knows no protocol.
 """

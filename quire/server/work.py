@@ -140,7 +140,7 @@ class Work:
     def ignored(self) -> list[str]:
         """What was sent for the chat template, and the template of this model does not know."""
         chat = self._chat
-        if chat is None or not chat.template_args:
+        if chat is None:
             return []
         unknown = self._service.text.template.unknown_args(chat.template_args)
         return [f"chat_template_kwargs.{name}" for name in unknown]

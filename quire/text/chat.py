@@ -157,6 +157,12 @@ class ChatTemplate:
         text, marker = self._render(request)
         return text.replace(marker, "")
 
+    @property
+    def switch(self) -> str | None:
+        """The variable by which thinking is switched on or off, if there is one."""
+        known = self._variables()
+        return next((name for name in SWITCHES if name in known), None)
+
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """Those the template does not mention: they have no effect."""
         names = list(args)
@@ -244,7 +250,7 @@ class ChatTemplate:
         if request.wants_thought is None and request.reasoning_effort is None:
             return found
         known = self._variables()
-        switch = next((name for name in SWITCHES if name in known), None)
+        switch = self.switch
         if switch is not None and request.wants_thought is not None:
             found[switch] = request.wants_thought
         if request.reasoning_effort is not None and "reasoning_effort" in known:

@@ -23,12 +23,13 @@ MAX_NESTED = 32  # parentheses
 MAX_OPERATORS = 3  # behind one item
 MAX_REPEATED = 10_000
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
-_LARK_START = re.compile(r"^[ \t]*\??start\b[^:=]*:", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*\??start\b[^:=\n]*:", re.MULTILINE)
 _SKIPPED = re.compile(r"(?:\s|#[^\n]*)+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _DEFINED = re.compile(r"::=")
-_HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*)*::=")
-_REPEAT = re.compile(r"\{\s*(?P<low>\d+)?\s*(?P<comma>,)?\s*(?P<high>\d+)?\s*\}")
+# A comment can be read in one way only: other ways would be tried one after the other, without end.
+_HEAD = re.compile(r"[A-Za-z_][\w-]*(?:\s|#[^\n]*(?:\n|\Z))*::=")
+_REPEAT = re.compile(r"\{\s*(?P<low>\d{1,9})?\s*(?P<comma>,)?\s*(?P<high>\d{1,9})?\s*\}")
 _TOKEN = re.compile(r"<\[\d{1,10}\]>|<[^<>\[\]\s\"\\]+>")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
@@ -47,20 +48,18 @@ def is_lark(source: str) -> bool:
 
 
 def written_grammar(source: str) -> Grammar:
-    """In GBNF or in Lark: they write their rules with different signs."""
+    """Parses a grammar in GBNF (`name ::= ...`) or in Lark (`name: ...`)."""
     if is_gbnf(source):
         return lark_grammar(gbnf_to_lark(source))
     if not is_lark(source):
-        raise InvalidRequest(
-            f"grammar has neither a rule of Lark, as in {LARK_EXAMPLE}, nor one of GBNF, as in {EXAMPLE}"
-        )
+        raise InvalidRequest(f"grammar: it is neither Lark, as in {LARK_EXAMPLE}, nor GBNF, as in {EXAMPLE}")
     return lark_grammar(source)
 
 
 def gbnf_to_lark(source: str) -> str:
     """Raises InvalidRequest with the line, and what was expected there."""
     if len(source) > MAX_SOURCE_CHARS:
-        raise InvalidRequest(f"grammar of {len(source)} characters is more than {MAX_SOURCE_CHARS}")
+        raise InvalidRequest(f"grammar: {len(source)} characters are more than {MAX_SOURCE_CHARS}")
     rules = _Parser(source).parse()
     used = list(_reachable(rules, "root"))
     is_regular = not _has_cycle(rules, used) and not any(_has_token(rules[name].body) for name in used)
@@ -124,6 +123,8 @@ class _Parser:
         self._source = source
         self._at = 0
         self._num_open = 0
+        self._counted = 0  # characters whose lines are counted
+        self._num_lines = 0
 
     def parse(self) -> dict[str, _Rule]:
         rules: dict[str, _Rule] = {}
@@ -140,7 +141,7 @@ class _Parser:
                 )
             rules[name] = _Rule(self._choice(), line)
         if "root" not in rules:
-            raise InvalidRequest(f"grammar has no rule root, which is where a GBNF grammar begins, as in {EXAMPLE}")
+            raise InvalidRequest(f"grammar: there is no rule root, where a GBNF grammar begins, as in {EXAMPLE}")
         for rule in rules.values():
             for reference in _references(rule.body):
                 if reference.name not in rules:
@@ -291,7 +292,10 @@ class _Parser:
         return found[0]
 
     def _line(self) -> int:
-        return self._source.count("\n", 0, self._at) + 1
+        """Of the place that is read. It only moves on, so every character is looked at once."""
+        self._num_lines += self._source.count("\n", self._counted, self._at)
+        self._counted = self._at
+        return self._num_lines + 1
 
     def _wrong(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"grammar: line {self._line()}: {what}. A GBNF grammar looks like {EXAMPLE}")

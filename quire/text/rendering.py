@@ -93,12 +93,17 @@ class Renderer:
             return answer
         if answer.kind == "refused":
             raise TemplateRefusal(answer.error)
-        if answer.kind != "failed":
-            self._child.kill()  # after a MemoryError nobody knows what is left of it
+        if answer.kind == "failed":
+            raise TemplateFailure(f"the chat template failed: {answer.error}")
+        self._child.kill()  # after a MemoryError nobody knows what is left of it
         raise TemplateError(f"the chat template failed: {answer.error}")
 
 
-class TemplateRefusal(TemplateError):
+class TemplateFailure(TemplateError):
+    """The template cannot render this conversation, now or later."""
+
+
+class TemplateRefusal(TemplateFailure):
     """The template called raise_exception: the conversation is not one it accepts. The message is its own."""
 
 

@@ -99,7 +99,8 @@ class CallParser:
     too, unless it follows others: then it is left out.
 
     A call that repeats the one right before it, name and arguments, ends the turn: small models go on like that for
-    ever. A call of the same tool is therefore held back until its arguments differ; cut off before, it is left out.
+    ever. So a second call of the same tool is held back until its arguments differ from the first one's. If the answer
+    is cut before that, the call is left out.
     """
 
     def __init__(self, format: ToolFormat, names: Iterable[str]) -> None:

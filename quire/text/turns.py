@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import TemplateError
+from quire.text.rendering import TemplateFailure
 
 if TYPE_CHECKING:
     from quire.text.chat import Message
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": ""}  # two questions are set apart; an answer goes on
 
 Entry = dict[str, Any]  # a message as templates know it
-Render = Callable[[Sequence[Entry]], str]  # raises TemplateError
+Render = Callable[[Sequence[Entry]], str]  # raises TemplateFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,15 @@ STRICTEST = TurnRules(False, False, False, False, False)
 
 
 def find_rules(render: Render) -> TurnRules:
-    """By trials. What a template cannot render at all, such as a tool's result, it is not tried with."""
+    """By trials. Rules about turns that a template cannot render at all, such as a tool's result, stay True.
+
+    Raises TemplateError where a trial shows nothing: the process that renders ended, or took too long.
+    """
 
     def takes(*turns: Entry) -> bool:
         try:
             rendered = render(turns)
-        except TemplateError:
+        except TemplateFailure:
             return False
         return all(turn["content"] in rendered for turn in turns)
 

@@ -329,6 +329,12 @@ def test_tools_that_a_server_runs_are_left_out_and_named() -> None:
     assert ask.ignored == ("tools.0.web_search_20250305",)
 
 
+def test_a_server_s_tool_needs_no_name() -> None:
+    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools.0.mcp_toolset",)
+    with pytest.raises(ApiError, match=r"tools\.0\.name is missing"):
+        parse(tools=[{"description": "x"}])
+
+
 def test_a_deferred_tool_is_shown_when_it_was_found() -> None:
     tools = [WEATHER, {"name": "now", "defer_loading": True}]
     assert [tool.name for tool in chat_of(parse(tools=tools)).tools] == ["get_weather"]

@@ -121,13 +121,14 @@ def test_both_in_one_request_and_what_is_cleared_stays_so() -> None:
         ({"type": TOOLS, "keep": "all"}, "keep"),
         ({"type": TOOLS, "trigger": {"type": "days", "value": 1}}, "trigger.type"),
         ({"type": TOOLS, "keep": {"type": "tool_uses", "value": -1}}, "keep.value"),
+        (KEEP_ALL, "type"),  # each of them counts the whole conversation, so there is one of a type
     ],
     ids=str,
 )
 def test_a_wrong_edit_is_refused_by_name(wrong: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiError) as refused:
         edit(KEEP_ALL, wrong)
-    assert refused.value.param == f"context_management.edits.1.{path}"
+    assert refused.value.param == f"context_management.edits[1].{path}"
 
 
 def test_an_unknown_edit_is_ignored_and_named() -> None:

@@ -825,7 +825,7 @@ def test_shapes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], param
 
 
 def test_a_text_that_is_no_grammar_is_told_what_one_looks_like() -> None:
-    with pytest.raises(ApiError, match=r"neither a rule of Lark, as in start: .* nor one of GBNF, as in root ::="):
+    with pytest.raises(ApiError, match=r"neither Lark, as in start: .* nor GBNF, as in root ::="):
         chat(grammar="yes or no")
     with pytest.raises(ApiError, match=r'ebnf: line 1: expected ::= .*looks like root ::= "yes" \| "no"'):
         chat(ebnf="start: yes")

@@ -379,7 +379,7 @@ def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text:
 BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
-        "tool_choice.type = 'web_search' is not supported: it is function or allowed_tools: this server runs no tools",
+        "tool_choice.type = 'web_search' is not supported: this server runs no tools. Use function or allowed_tools",
         "tool_choice.type",
     ),
     ({"tools": [{"type": "namespace"}]}, "tools[0].name is missing", "tools[0].name"),

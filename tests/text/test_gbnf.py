@@ -93,7 +93,7 @@ def test_tokens_are_named_as_in_lark() -> None:
 
 
 WRONG = [
-    ('answer ::= "yes"', 'no rule root, which is where a GBNF grammar begins, as in root ::= "yes" | "no"'),
+    ('answer ::= "yes"', 'no rule root, where a GBNF grammar begins, as in root ::= "yes" | "no"'),
     ('root ::= "a"\n  b\n', 'line 2: there is no rule b; text stands in quotes, as in root ::= "yes" | "no"'),
     ('root ::= "a"\nroot ::= "b"', "line 2: rule root is defined for the second time; the first is in line 1"),
     ('root ::= "a', "line 1: the text that line 1 opens has no closing quote"),
@@ -112,7 +112,7 @@ WRONG = [
     ("root = x ::= y", "line 1: expected ::= behind the name root, not '= x ::= y'"),
     ("root ::= " + "(" * 200, "nested more than 32 deep"),
     ('root ::= "a"' + "*" * 10_000, 'line 1: expected text in quotes, a class as in [a-z], "(" or the name of a rule'),
-    ("#" * (MAX_SOURCE_CHARS + 1), "65537 characters is more than 65536"),
+    ("#" * (MAX_SOURCE_CHARS + 1), "65537 characters are more than 65536"),
 ]
 
 
@@ -158,3 +158,14 @@ def test_a_long_chain_of_rules_is_read_at_once() -> None:
 )
 def test_the_two_kinds_of_grammars_are_told_apart(source: str, gbnf: bool, lark: bool) -> None:
     assert (is_gbnf(source), is_lark(source)) == (gbnf, lark)
+
+
+def test_what_once_took_for_ever() -> None:
+    """A comment that could be read in many ways, a start in many lines, a number of many digits, many references."""
+    with pytest.raises(InvalidRequest, match="expected"):
+        gbnf_to_lark("root ::= a " + "#" * 60_000 + "\n)")
+    assert not is_lark("start\n" * 10_000)
+    with pytest.raises(InvalidRequest, match=r"expected how often, as in \{3\}"):
+        gbnf_to_lark('root ::= "a"{' + "9" * 5_000 + "}")
+    with pytest.raises(InvalidRequest, match="line 15001: there is no rule b"):
+        gbnf_to_lark("root ::= a\n" + "a\n" * 14_999 + "b\n" + 'a ::= "x"')

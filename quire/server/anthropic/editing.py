@@ -47,19 +47,24 @@ def ignored_edits(body: CountTokensRequest) -> tuple[str, ...]:
 
 async def apply(management: ContextManagement | None, chat: ChatRequest, count: CountTokens) -> Edited:
     """The conversation without what the edits clear, and what they cleared. Checks all of them first."""
-    edits = [(edit, f"context_management.edits.{i}") for i, edit in enumerate(_edits(management))]
-    for edit, path in edits:
+    edits = _edits(management)
+    seen: set[str] = set()
+    for i, edit in enumerate(edits):
+        path = f"context_management.edits[{i}]"
         _check(edit, path)
+        if edit.type in seen:  # each counts the whole conversation
+            raise _wrong(f"{path}.type", edit.type, "there already, and once is enough")
+        seen.add(edit.type)
     done = Edited(chat)
-    for edit, path in edits:
-        done = await _apply(edit, path, done, count)
+    for edit in edits:
+        done = await _apply(edit, done, count)
     return done
 
 
-async def _apply(edit: ContextEdit, path: str, done: Edited, count: CountTokens) -> Edited:
+async def _apply(edit: ContextEdit, done: Edited, count: CountTokens) -> Edited:
     chat = done.chat
     if edit.type == CLEAR_THINKING:
-        messages, num_cleared = clear_thinking(chat.messages, _kept_thoughts(edit, path))
+        messages, num_cleared = clear_thinking(chat.messages, _kept_thoughts(edit))
     elif edit.type == CLEAR_TOOL_USES:
         messages, num_cleared = clear_tool_uses(chat.messages, edit)
     else:
@@ -125,11 +130,9 @@ def _is_triggered(edit: ContextEdit, messages: Sequence[Message], num_tokens: in
     return num_tokens > edit.trigger.value
 
 
-def _kept_thoughts(edit: ContextEdit, path: str) -> int | None:
+def _kept_thoughts(edit: ContextEdit) -> int | None:
     """None: all."""
     if isinstance(edit.keep, str):
-        if edit.keep != "all":
-            raise _wrong(f"{path}.keep", edit.keep, 'neither "all" nor an object')
         return None
     return DEFAULT_KEPT_THOUGHTS if edit.keep is None else edit.keep.value
 

@@ -103,8 +103,8 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def _without_billing(system: str | list[Block] | None) -> str | list[Block] | None:
-    """Without what Claude Code tells a bill of: no text for a model, and another one in every conversation, so that no
-    two of them would share a prefix."""
+    """Drops Claude Code's billing block: it is not meant for the model and differs in every conversation, which would
+    defeat the prefix cache."""
     if not isinstance(system, list):
         return system
     return [block for block in system if not (block.text or "").startswith(BILLING)]
@@ -154,7 +154,7 @@ def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
     tools: list[Tool] = []
     ignored: list[str] = []
     for i, tool in enumerate(given):
-        is_forced = tool.name == choice.name
+        is_forced = tool.name is not None and tool.name == choice.name
         if tool.type not in (None, "custom"):
             if is_forced:
                 text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
@@ -183,8 +183,14 @@ def _choice(body: CountTokensRequest) -> ToolChoice:
 
 
 def _tool(tool: ToolParam, path: str) -> Tool:
-    schema = tool.input_schema or {}
-    return Tool(tool.name, tool.description or "", schema, bool(tool.strict), path, f"{path}.input_schema")
+    return Tool(
+        _given(tool.name, f"{path}.name"),
+        tool.description or "",
+        tool.input_schema or {},
+        bool(tool.strict),
+        path,
+        f"{path}.input_schema",
+    )
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ class ToolParam(Struct, frozen=True, kw_only=True):
     type: Annotated[
         str | None, _says("Others than the client's own are left out, and named in a header.", enum=["custom", None])
     ] = None
-    name: Annotated[str, _bounds(pattern=TOOL_NAME)]
+    name: Annotated[str | None, _bounds(pattern=TOOL_NAME)] = None
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, _says("A JSON schema of an object.")] = None
     strict: Annotated[

@@ -47,5 +47,5 @@ def _event(error: ApiError, request_id: str) -> bytes:
     return _body(error, request_id) + b"\n"
 
 
-# A blank is the one thing that says nothing in every reader of lines of JSON: an empty line is an error to most.
+# Every reader of JSON lines skips a space; most fail at an empty line.
 OLLAMA = Dialect("ollama", _status, _body, _event, stream_type="application/x-ndjson", keep_alive=b" ")

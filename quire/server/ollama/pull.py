@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from quire.server.call import Call
 
 _encode = msgspec.json.Encoder().encode
-_is_pulling = threading.Lock()  # one at a time: a download takes a line and a disk for itself
+_is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
 
 
 async def pull_model(call: Call) -> Response:
-    """If the client leaves, the download goes on: whoever asks again finds more of it there, or all."""
+    """Fetch a model. If the client leaves, the download goes on, and a later pull finds what it fetched."""
     body = await call.body(PullRequest)
     given = given_name(body.model, body.name)
     name = given.removesuffix(DEFAULT_TAG)

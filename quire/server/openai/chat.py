@@ -16,6 +16,7 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.cache_view import CacheView
+from quire.server.call import IGNORED
 from quire.server.openai.encoding import (
     StreamEncoder,
     bill,
@@ -86,6 +87,8 @@ async def chat_completions(call: Call) -> Response:
 
 async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Response:
     work = await call.open(ask)
+    if body.enable_thinking is not None and call.service.text.template.switch is None:
+        call.note(IGNORED, ("enable_thinking",))
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
         encoder = chat_stream(

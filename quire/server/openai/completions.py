@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,9 @@ async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
         )
         return await call.stream(work, events(work, encoder))
     outputs = await call.result(work)
-    answer = whole_completion(head, outputs, work.usage, cache_view(work), echoes, tokenizer)
+    make = partial(whole_completion, head, outputs, work.usage, cache_view(work), echoes, tokenizer)
+    # Scores of a long prompt are tens of thousands of values: others are served meanwhile.
+    answer = make() if ask.params.prompt_logprobs is None else await asyncio.to_thread(make)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
             choice.token_ids = list(one.token_ids)

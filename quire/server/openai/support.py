@@ -19,7 +19,7 @@ class Unsupported(NamedTuple):
     harmless: tuple[Any, ...] = ()  # values that ask for nothing; null always does
 
     def allows(self, value: Any) -> bool:
-        """To Python, 1 is True."""
+        """Whether the value asks for nothing. A boolean never equals a number here."""
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
 
     def say(self, field: str) -> str:

@@ -46,6 +46,10 @@ def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoi
     given = body.tools or ()
     if len(given) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(given)} entries, more than {MAX_TOOLS}")
+    for i, tool in enumerate(given):
+        if tool.type == "custom":
+            text = f"tools[{i}].type = 'custom' is not supported in chat completions: /v1/responses takes custom tools"
+            raise unsupported(f"tools[{i}].type", text, is_value=True)
     functions = [(tool, f"tools[{i}]") for i, tool in enumerate(given) if tool.type == "function"]
     ignored = tuple(f"tools[{i}].{tool.type}" for i, tool in enumerate(given) if tool.type != "function")
     return tuple(_tool(tool, path) for tool, path in functions), _choice(body), ignored
@@ -70,8 +74,7 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
 
 
 def forced_tool(kind: str) -> str:
-    rule = "it is function or allowed_tools: this server runs no tools"
-    return f"tool_choice.type = {kind!r:.80} is not supported: {rule}"
+    return f"tool_choice.type = {kind!r:.80} is not supported: this server runs no tools. Use function or allowed_tools"
 
 
 def _choice(body: ChatCompletionRequest) -> ToolChoice:
