@@ -224,7 +224,7 @@ def _numbers() -> Iterator[Hostile]:
         yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", says="nested")
         yield field(path, "ebnf", "root ::= root", label="root that is root")
         yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", says="characters are more than")
-        yield field(path, "grammar", "yes or no", says="neither a rule of Lark")
+        yield field(path, "grammar", "yes or no", says="neither Lark")
         yield field(path, "regex", "(")
         yield field(path, "json_schema", "{")
         yield field(path, "mirostat", 2, says="not supported")

@@ -1167,3 +1167,13 @@ def test_errors_in_their_words(kind: Kind) -> None:
 
 def test_a_worker_that_died_before_it_began_may_be_asked_again() -> None:
     assert OPENAI.status(ApiError(Kind.DIED, "x", may_retry=True)) == 503
+
+
+def test_tools_of_other_kinds() -> None:
+    function = {"type": "function", "function": {"name": "f"}}
+    found = chat(tools=[{"type": "web_search"}, function])
+    assert found.ignored == ("tools[0].web_search",)
+    with pytest.raises(ApiError, match="/v1/responses takes custom tools"):
+        chat(tools=[{"type": "custom", "custom": {"name": "f"}}])
+    with pytest.raises(ApiError, match="this server runs no tools. Use function or allowed_tools"):
+        chat(tools=[function], tool_choice={"type": "web_search"})

@@ -77,6 +77,14 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
 
 
+def test_what_a_template_does_not_know_is_named(server: Server) -> None:
+    body = {**SHORT, "chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}, "enable_thinking": True}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status == 200, answer
+    names = answer.headers["x-quire-ignored-fields"].split(", ")
+    assert names == ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.tone", "enable_thinking"]
+
+
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Server) -> None:
     data = b'{"prompt": [' + b"[1]," * 400_000 + b"[1]]}"
     answer = server.post("/v1/completions", data=data)
