@@ -13,7 +13,7 @@ from quire import __version__
 from quire.engine.build import Scheduling
 from quire.engine.wire import Stats
 from quire.errors import InvalidRequest, QuireError
-from quire.server.call import Call
+from quire.server.call import IGNORED, Call
 from quire.server.models import Model, Models
 from quire.server.openai.chat import conversation_of
 from quire.server.openai.parsing import NAMES, in_their_words
@@ -154,7 +154,10 @@ async def tokenize(call: Call) -> Response:
         tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
     else:
         with in_their_words(NAMES):
-            tokens = await service.encode(_conversation(body, body.messages))
+            chat = _conversation(body, body.messages)
+        tokens = await service.encode(chat)
+        unknown = service.text.template.unknown_args(chat.template_args)
+        call.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
     names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return call.json(Tokens(list(tokens), len(tokens), service.max_context, names))
 

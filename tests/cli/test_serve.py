@@ -100,10 +100,9 @@ def test_flags_go_before_the_environment_and_that_before_the_file(tiny_model: Pa
     path.write_text("served-model-name: one\nmax-queue: 5\nmax-num-seqs: 3\nmax-model-len: 128\n")
     env = {"QUIRE_CONFIG": str(path), "QUIRE_MAX_QUEUE": "6", "QUIRE_MAX_NUM_SEQS": "4", "QUIRE_MAX_QUEU": "9"}
     with serving(str(tiny_model), *FAKE, "--max-num-seqs", "7", env=env) as server:
-        said = "".join(server.stdout)
-        assert "quire serves one at" in said
-        assert "7 requests at once, up to 128 tokens each; 6 more may wait" in said
-        assert "QUIRE_MAX_QUEU in the environment is not an option" in "".join(server.stderr)
+        server.wait_for("quire serves one at")
+        server.wait_for("7 requests at once, up to 128 tokens each; 6 more may wait")
+        server.wait_for("QUIRE_MAX_QUEU in the environment is not an option")
 
 
 def test_shapes_without_weights_are_served(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path) -> None:
     assert found["models"] == [str(folder / "one"), {"model": str(folder / "two")}, "some/name", "small"]
     path.write_text("api-keys-file: keys.yaml\nmodel: ./models/one\n")
     with serving(*FAKE, "--config", str(path)) as server:
-        assert "quire serves one at" in "".join(server.stdout)
+        server.wait_for("quire serves one at")
         assert server.get("/v1/models").status == 401
 
 

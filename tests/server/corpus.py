@@ -458,7 +458,9 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(COMPLETIONS, "guided_grammar", "start: start", label="a grammar of nothing")
     yield field(COMPLETIONS, "guided_regex", "a" * 10**5, label="a long regex")
     yield field(MESSAGES, "tools", [{"name": "f", "input_schema": {"type": "array"}}], label="no object")
-    yield field(MESSAGES, "tools", [{"name": "f", "type": "bash_20250124"}], label="a server's tool")
+    tool = {"name": "f", "type": "bash_20250124"}
+    forced = {**GOOD[MESSAGES], "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
+    yield instead(MESSAGES, "a server's tool", forced, "tool_choice")
     yield field(MESSAGES, "output_format", {"type": "json_schema", "schema": {"enum": []}}, label="nothing matches")
 
 
@@ -472,16 +474,11 @@ def _templates() -> Iterator[Hostile]:
         ("bos_token", {"bos_token": "<|im_start|>"}),
         ("tools", {"tools": True}),
         ("add_generation_prompt", {"add_generation_prompt": False}),
-        ("unknown", {"no_such_name": 1}),
-        ("dunder", {"__class__": "x"}),
-        ("range", {"range": 1}),
-        ("raise_exception", {"raise_exception": "x"}),
         ("empty name", {"": 1}),
         ("a list", {"no_such_name": [1, 2]}),
         ("5000 entries", {f"name_{i}": i for i in range(5000)}),
         ("huge int", {"no_such_name": 10**4000}),
         ("long value", {"no_such_name": "v" * 10**6}),
-        ("long name", {"n" * 10**6: 1}),
     ):
         yield field(CHAT, "chat_template_kwargs", value, label=label)
     yield field(CHAT, "chat_template_kwargs", [])

@@ -398,7 +398,7 @@ def test_flags_go_before_the_environment_and_it_before_the_file(tiny_model: Path
         (model,) = server.get("/v1/models").json["data"]
         assert model["id"] == "from-file"  # said only there
         assert model["max_model_len"] == 256  # in the environment too
-        assert "9 more may wait" in server.log  # and as a flag
+        server.wait_for("9 more may wait")  # and as a flag
         assert server.stats()["num_blocks"] == 99
         assert server.get("/v1/models", headers=NO_KEYS["none"]).status == 401
 

@@ -315,7 +315,7 @@ def test_keys(server: Server) -> None:
 def test_an_unknown_model(client: Anthropic) -> None:
     for call in (ask, count):
         with pytest.raises(anthropic.NotFoundError, match=f"this server has {DEFAULT_MODEL}") as info:
-            call(client, model="claude-9")
+            call(client, model="gpt-9")
         assert error_of(info.value)["type"] == "not_found_error"
 
 

@@ -290,13 +290,13 @@ models:
         wait_state(server, "ready ready unloaded")
         names = {entry["id"]: entry for entry in server.get("/v1/models").json["data"]}
         assert list(names) == ["first", "one", "uno", "b", "c"]
+        server.wait_for(f"  page: {server.url}/    API: ")  # the last line
         said = "  others     b: loaded now, one after the other\n             c: loaded when first asked for\n"
         assert said in "".join(server.stdout)
-        assert f"  page: {server.url}/    API: " in "".join(server.stdout)
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
         assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights, whatever its KV will be
-        assert "b takes 608 tokens of context instead of 4,096: its KV cache has no room for more" in server.log
+        server.wait_for("b takes 608 tokens of context instead of 4,096: its KV cache has no room for more")
         loaded = quire("load", "b", "--server", server.url).stdout
         assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
         assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
@@ -368,7 +368,7 @@ def test_keys_are_counted_over_all_models_and_queues_by_model(folder: Path, tmp_
         assert refused.status == 429  # both are full: the body was not even read
         forbidden = server.post("/v1/models/unload", {"model": "a"}, headers=plain)
         assert forbidden.status == 403
-        assert re.search(r"/v1/models/unload.* key=plain status=403", server.log)
+        server.wait_for(r"/v1/models/unload.* key=plain status=403")
         close_sockets()
 
 

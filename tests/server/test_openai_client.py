@@ -460,7 +460,10 @@ def test_tokenize_makes_the_prompt_that_chat_would(client: OpenAI, server: Serve
         assert usage.prompt_tokens == len(tokens)
     plain = tokens_of(server, messages=MESSAGES)
     assert len(tokens_of(server, messages=MESSAGES, tools=[tool])) > len(plain)
-    wrong = server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"unheard_of": 1}})
+    unheard = server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"unheard_of": 1}})
+    assert unheard.json["tokens"] == plain
+    assert unheard.headers["x-quire-ignored-fields"] == "chat_template_kwargs.unheard_of"
+    wrong = server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}})
     assert wrong.status == 400
     assert "chat_template_kwargs" in wrong.json["error"]["message"]
 
@@ -694,7 +697,7 @@ TOO_LONG = [{"role": "user", "content": "word " * 9000}]
 @pytest.mark.parametrize(
     ("options", "param", "code"),
     [
-        ({"tools": [TOOL]}, "tools[0].parameters.type", None),
+        ({"tools": [TOOL]}, "tools[0].function.parameters.type", None),
         ({"tool_choice": "required"}, "tool_choice", None),
         ({"response_format": {"type": "yaml"}}, "response_format.type", None),
         ({"extra_body": {"functions": [{"name": "f"}]}}, "functions", "unsupported_parameter"),
