@@ -288,6 +288,8 @@ class _Parser:
             return _of_ranges(ranges if char.islower() else _complement(ranges))
         if char in _CONTROLS:
             return _one(_CONTROLS[char])
+        if char == "B" and in_class:
+            raise _Unreadable("\\B stands for no character, so it cannot be in a class")
         if char in "bB":
             return _one(0x08) if in_class and char == "b" else _Term(assertion="\\b")
         if char == "0" and not self._pattern[self._at : self._at + 1].isdigit():
@@ -370,8 +372,8 @@ def _single(term: _Term) -> bool:
 
 
 def _range(first: _Term, last: _Term) -> tuple[int, int]:
-    assert first.ranges
-    assert last.ranges
+    if not first.ranges or not last.ranges:
+        raise _Unreadable("a range of characters has no first or no last one")
     low, high = first.ranges[0][0], last.ranges[0][0]
     if low > high:
         raise _Unreadable("a range of characters is not in order")
@@ -429,4 +431,13 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _overlap(one: Ranges, other: Ranges) -> bool:
-    return any(a[0] <= b[1] and b[0] <= a[1] for a in one for b in other)
+    """Both are in order, so that every range is looked at once."""
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i][0] <= other[j][1] and other[j][0] <= one[i][1]:
+            return True
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False
