@@ -7,11 +7,13 @@ the caller is told.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
 MAX_REPEATS = 10_000  # of one atom, counted through nested groups: what the compiler unrolls
 MAX_NESTING = 64  # of groups
+MAX_START = 64  # first characters of a match by which patterns are told apart
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included
 
@@ -57,6 +59,7 @@ class HeldPattern:
     start: tuple[Ranges, ...] = ()  # what the first characters of any match are, as far as that is plain
 
 
+@functools.lru_cache(maxsize=32)  # one schema may have the same pattern in many places
 def hold_pattern(pattern: str) -> HeldPattern:
     """What can be held of it. Without any `sources`, nothing can."""
     try:
@@ -350,7 +353,7 @@ def _start(option: list[_Term]) -> tuple[Ranges, ...]:
     if not option or option[0].assertion != "^":
         return ()
     found: list[Ranges] = []
-    for term in option[1:]:
+    for term in option[1 : 1 + MAX_START]:
         if term.ranges is None:
             break
         found.append(term.ranges)
@@ -361,6 +364,7 @@ def _repeats(options: list[list[_Term]]) -> int:
     return max((term.repeats for option in options for term in option), default=1)
 
 
+@functools.lru_cache(maxsize=1024)
 def _one(code: int) -> _Term:
     if code > _LAST or 0xD800 <= code <= 0xDFFF:
         raise _Unreadable(f"U+{code:04X} is no character")

@@ -146,7 +146,6 @@ class PropertyNames:
         try:
             inner = self._listed_in(place, (*_PARTS, *_BRANCHES))
             listed = _Listed.by_all([_own_listed(schema, _NAMES_OTHERS), *inner])
-            self._take(len(listed.names))
             if is_outermost or not self._is_partial:
                 self._known[key] = schema, listed
         finally:

@@ -18,6 +18,7 @@ MAX_STEPS = 10_000
 MAX_NUMBERS = 8  # of an enum that is negated: every gap between two is a range
 MAX_TEXTS_CHARS = 512  # of an enum that is negated
 MAX_TEXT_CHARS = 60  # of one text there: a pattern of all others nests a group for each of its characters
+STEPS_PER_CHAR = 3  # of such a text: its pattern is long
 VALUES_PER_STEP = 16  # names or values that are looked at, each of them quickly
 
 Schema = bool | Mapping[str, Any]
@@ -156,7 +157,7 @@ def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget,
         case "enum" if isinstance(value, list):
             return _negated_values(value, budget)
         case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            if not budget.take(len(value)):
+            if not budget.take(4 * len(value)):  # each is two schemas to hold
                 return None
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, Mapping):
@@ -191,7 +192,7 @@ def _negated_values(values: Sequence[object], budget: Budget) -> list[Schema] | 
     num_chars = sum(map(len, texts))
     if kinds & {"array", "object"} or num_chars > MAX_TEXTS_CHARS or max(map(len, texts), default=0) > MAX_TEXT_CHARS:
         return None
-    if not budget.take(num_chars):
+    if not budget.take(STEPS_PER_CHAR * num_chars):
         return None
     options: list[Schema] = []
     if others := [kind for kind in KINDS if kind not in kinds]:
