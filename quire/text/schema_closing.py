@@ -20,6 +20,7 @@ _NAMES_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "
 _OWN_OTHERS = ("additionalProperties", "propertyNames")  # of a schema itself, beside its own unevaluatedProperties
 
 _SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
+_LISTS_NAMES = frozenset((*_PARTS, *_BRANCHES, *_NAMES_OTHERS, "properties", "required"))
 MAX_COPIES = 10_000  # of names, where every branch lists those of the others
 
 
@@ -133,7 +134,7 @@ class PropertyNames:
     def _listed_by(self, place: Place) -> _Listed:
         """References may lead in circles: where they do, the outermost schema has the names of all of them."""
         schema = place.schema
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or schema.keys().isdisjoint(_LISTS_NAMES):
             return _Listed()
         key = (id(schema), place.base)
         if key in self._known:
