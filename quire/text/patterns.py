@@ -7,11 +7,13 @@ the caller is told.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
 MAX_REPEATS = 10_000  # of one atom, counted through nested groups: what the compiler unrolls
 MAX_NESTING = 64  # of groups
+MAX_START = 64  # first characters of a match by which patterns are told apart
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included
 
@@ -57,6 +59,7 @@ class HeldPattern:
     start: tuple[Ranges, ...] = ()  # what the first characters of any match are, as far as that is plain
 
 
+@functools.lru_cache(maxsize=32)  # one schema may have the same pattern in many places
 def hold_pattern(pattern: str) -> HeldPattern:
     """What can be held of it. Without any `sources`, nothing can."""
     try:
@@ -288,6 +291,8 @@ class _Parser:
             return _of_ranges(ranges if char.islower() else _complement(ranges))
         if char in _CONTROLS:
             return _one(_CONTROLS[char])
+        if char == "B" and in_class:
+            raise _Unreadable("\\B stands for no character, so it cannot be in a class")
         if char in "bB":
             return _one(0x08) if in_class and char == "b" else _Term(assertion="\\b")
         if char == "0" and not self._pattern[self._at : self._at + 1].isdigit():
@@ -348,7 +353,7 @@ def _start(option: list[_Term]) -> tuple[Ranges, ...]:
     if not option or option[0].assertion != "^":
         return ()
     found: list[Ranges] = []
-    for term in option[1:]:
+    for term in option[1 : 1 + MAX_START]:
         if term.ranges is None:
             break
         found.append(term.ranges)
@@ -359,6 +364,7 @@ def _repeats(options: list[list[_Term]]) -> int:
     return max((term.repeats for option in options for term in option), default=1)
 
 
+@functools.lru_cache(maxsize=1024)
 def _one(code: int) -> _Term:
     if code > _LAST or 0xD800 <= code <= 0xDFFF:
         raise _Unreadable(f"U+{code:04X} is no character")
@@ -370,8 +376,8 @@ def _single(term: _Term) -> bool:
 
 
 def _range(first: _Term, last: _Term) -> tuple[int, int]:
-    assert first.ranges
-    assert last.ranges
+    if not first.ranges or not last.ranges:
+        raise _Unreadable("a range of characters has no first or no last one")
     low, high = first.ranges[0][0], last.ranges[0][0]
     if low > high:
         raise _Unreadable("a range of characters is not in order")
@@ -429,4 +435,13 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _overlap(one: Ranges, other: Ranges) -> bool:
-    return any(a[0] <= b[1] and b[0] <= a[1] for a in one for b in other)
+    """Both are in order, so that every range is looked at once."""
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i][0] <= other[j][1] and other[j][0] <= one[i][1]:
+            return True
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False

@@ -2,21 +2,25 @@
 
 A value may have several schemas at once (`allOf`, `$ref`, the branches of `anyOf`), and a name that one of them lists
 is no invented name for the others. So names are collected over all schemas of a value before one of them is closed.
+What would take too many steps is not known, and such an object is left open.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from quire.text.schema_logic import Budget
 from quire.text.schema_refs import Place, References
 
 _BRANCHES = ("anyOf", "oneOf")
 _PARTS = ("allOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies")  # other schemas of the same value
 _NAMES_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
+_OWN_OTHERS = ("additionalProperties", "propertyNames")  # of a schema itself, beside its own unevaluatedProperties
 
 _SPEAKS_OF_NAMES = frozenset((*_PARTS, *_BRANCHES, "properties", "unevaluatedProperties"))
+_LISTS_NAMES = frozenset((*_PARTS, *_BRANCHES, *_NAMES_OTHERS, "properties", "required"))
 MAX_COPIES = 10_000  # of names, where every branch lists those of the others
 
 
@@ -25,9 +29,11 @@ class Closing(NamedTuple):
 
     names: frozenset[str] | None  # it has these properties and no others; None: it is left as it is
     for_branches: frozenset[str] | None  # what its branches may have besides their own; None: they are left as they are
+    is_known: bool = True  # False: it is left as it is because finding out takes too many steps
 
 
 LEFT_OPEN = Closing(None, None)
+UNKNOWN = Closing(None, None, is_known=False)
 
 
 class _Listed(NamedTuple):
@@ -37,25 +43,45 @@ class _Listed(NamedTuple):
     has_properties: bool = False
     is_stated: bool = False  # whether there may be others
 
-    def joined(self, other: _Listed) -> _Listed:
-        return _Listed(
-            self.names | other.names,
-            self.has_properties or other.has_properties,
-            self.is_stated or other.is_stated,
+    @classmethod
+    def by_all(cls, listed: Sequence[_Listed]) -> _Listed:
+        return cls(
+            frozenset().union(*(one.names for one in listed)),
+            any(one.has_properties for one in listed),
+            any(one.is_stated for one in listed),
         )
+
+
+class _TooManySteps(Exception):
+    pass
 
 
 class PropertyNames:
     def __init__(self, references: References) -> None:
         self._references = references
+        self._budget = Budget()  # once it is spent, no object is closed any more
+        # By a schema and its base. The schema is kept: only while it is there its id is its own.
+        self._known: dict[tuple[int, str], tuple[Mapping[str, Any], _Listed]] = {}
+        self._seen: set[tuple[int, str]] = set()  # since the outermost schema that is looked at
+        self._is_partial = False  # whether one of those was met again, so that what lies between lacks its names
 
     def closing(self, place: Place, outer: frozenset[str] | None) -> Closing:
         """`outer`: names that schemas of the same value list. None: those see to it that the object is closed."""
         schema = place.schema
         if not outer and schema.keys().isdisjoint(_SPEAKS_OF_NAMES):
             return LEFT_OPEN
-        own = self._listed_by(place, is_own=True)
-        branches = {key: self._listed_in(place, (key,)) for key in _BRANCHES if key in schema}
+        if not schema.keys().isdisjoint(_OWN_OTHERS) or (outer is None and not _is_explicit(schema)):
+            return LEFT_OPEN
+        try:
+            return self._closing(place, outer)
+        except _TooManySteps:
+            return UNKNOWN
+
+    def _closing(self, place: Place, outer: frozenset[str] | None) -> Closing:
+        schema = place.schema
+        self._take()
+        own = _Listed.by_all([_own_listed(schema, _OWN_OTHERS), *self._listed_in(place, _PARTS)])
+        branches = {key: _Listed.by_all(self._listed_in(place, (key,))) for key in _BRANCHES if key in schema}
         if _is_explicit(schema):
             if not own.is_stated and all(one.names <= own.names and not one.is_stated for one in branches.values()):
                 return Closing(own.names, None)
@@ -63,8 +89,10 @@ class PropertyNames:
         if outer is None or own.is_stated or "unevaluatedProperties" in schema:
             return LEFT_OPEN
         names = outer | own.names
+        self._take(len(names))
         adding = [key for key, listed in branches.items() if not listed.names <= names or listed.is_stated]
-        if len(adding) == 1 and len(names) * len(self.parts(place, adding[0])) <= MAX_COPIES:
+        if len(adding) == 1 and (num_copies := len(names) * len(self.parts(place, adding[0]))) <= MAX_COPIES:
+            self._take(num_copies)
             return Closing(None, names)
         if adding:
             if any(one.is_stated for one in branches.values()):
@@ -81,39 +109,62 @@ class PropertyNames:
             return frozenset()
         properties = place.schema.get("properties")
         groups = [outer or frozenset(), frozenset(properties if isinstance(properties, Mapping) else ())]
-        groups += [self._listed_by(part).names for keyword in _PARTS for part in self.parts(place, keyword)]
-        groups += [self._listed_in(place, (keyword,)).names for keyword in _BRANCHES]
+        try:
+            self._take(sum(map(len, groups)))
+            groups += [listed.names for listed in self._listed_in(place, _PARTS)]
+            groups += [_Listed.by_all(self._listed_in(place, (keyword,))).names for keyword in _BRANCHES]
+        except _TooManySteps:
+            return frozenset()  # nothing will be closed
         counts = Counter(name for group in groups for name in group)
         return frozenset(name for name, count in counts.items() if count > 1)
 
     def is_whole(self, place: Place) -> bool:
-        """Whether no other schema of the same value lists properties."""
-        return not self._listed_in(place, (*_PARTS, *_BRANCHES)).names
+        """Whether it is known that no other schema of the same value lists properties."""
+        if place.schema.keys().isdisjoint((*_PARTS, *_BRANCHES)):
+            return True
+        try:
+            return not any(listed.names for listed in self._listed_in(place, (*_PARTS, *_BRANCHES)))
+        except _TooManySteps:
+            return False
 
-    def _listed_by(self, place: Place, *, is_own: bool = False, seen: set[str] | None = None) -> _Listed:
-        """`seen`: places that were looked at already, for references may lead in circles."""
+    def _take(self, num_names: int = 0) -> None:
+        if not self._budget.take(num_values=num_names):
+            raise _TooManySteps
+
+    def _listed_by(self, place: Place) -> _Listed:
+        """References may lead in circles: where they do, the outermost schema has the names of all of them."""
         schema = place.schema
-        seen = set() if seen is None else seen
-        if not isinstance(schema, Mapping) or place.path in seen:
+        if not isinstance(schema, Mapping) or schema.keys().isdisjoint(_LISTS_NAMES):
             return _Listed()
-        seen.add(place.path)
-        properties, required = schema.get("properties"), schema.get("required")
-        names = list(properties) if isinstance(properties, Mapping) else []
-        names += [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        others = _NAMES_OTHERS if not is_own else ("additionalProperties", "propertyNames")
-        listed = _Listed(frozenset(names), "properties" in schema, any(key in schema for key in others))
-        parts = _PARTS if is_own else (*_PARTS, *_BRANCHES)
-        return listed.joined(self._listed_in(place, parts, seen))
+        key = (id(schema), place.base)
+        if key in self._known:
+            return self._known[key][1]
+        if key in self._seen:
+            self._is_partial = True
+            return _Listed()
+        is_outermost = not self._seen
+        self._seen.add(key)
+        try:
+            inner = self._listed_in(place, (*_PARTS, *_BRANCHES))
+            listed = _Listed.by_all([_own_listed(schema, _NAMES_OTHERS), *inner])
+            if is_outermost or not self._is_partial:
+                self._known[key] = schema, listed
+        finally:
+            if is_outermost:
+                self._seen.clear()
+                self._is_partial = False
+        return listed
 
-    def _listed_in(self, place: Place, keywords: tuple[str, ...], seen: set[str] | None = None) -> _Listed:
-        listed = _Listed()
-        seen = {place.path} if seen is None else seen
+    def _listed_in(self, place: Place, keywords: tuple[str, ...]) -> list[_Listed]:
+        """By each schema of the same value under these keywords."""
+        found: list[_Listed] = []
         for keyword in keywords:
             if keyword not in place.schema:
                 continue
             for part in self.parts(place, keyword):
-                listed = listed.joined(self._listed_by(part, seen=seen))
-        return listed
+                found.append(self._listed_by(part))
+                self._take(len(found[-1].names))
+        return found
 
     def parts(self, place: Place, keyword: str) -> list[Place]:
         """Schemas of the same value under a keyword."""
@@ -126,6 +177,14 @@ class PropertyNames:
         if isinstance(value, Mapping):
             return [place.child(keyword, name) for name in value]
         return [place.child(keyword, i) for i in range(len(value))] if isinstance(value, list) else []
+
+
+def _own_listed(schema: Mapping[str, Any], others: tuple[str, ...]) -> _Listed:
+    """By the schema itself, without other schemas of the same value. `others`: keywords that speak of other names."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    names += [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return _Listed(frozenset(names), "properties" in schema, any(key in schema for key in others))
 
 
 def _is_explicit(schema: Mapping[str, object]) -> bool:

@@ -17,6 +17,9 @@ MAX_DEPTH = 8
 MAX_STEPS = 10_000
 MAX_NUMBERS = 8  # of an enum that is negated: every gap between two is a range
 MAX_TEXTS_CHARS = 512  # of an enum that is negated
+MAX_TEXT_CHARS = 60  # of one text there: a pattern of all others nests a group for each of its characters
+STEPS_PER_CHAR = 3  # of such a text: its pattern is long
+VALUES_PER_STEP = 16  # names or values that are looked at, each of them quickly
 
 Schema = bool | Mapping[str, Any]
 Resolve = Callable[[str], Schema | None]  # the target of a reference
@@ -63,9 +66,24 @@ class Budget:
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_left = num_steps
 
-    def take(self) -> bool:
-        self._num_left -= 1
+        self._listed: dict[int, tuple[Mapping[str, Any], _Values | None]] = {}
+
+    def take(self, num_steps: int = 1, *, num_values: int = 0) -> bool:
+        self._num_left -= num_steps + num_values // VALUES_PER_STEP
         return self._num_left >= 0
+
+    def values_of(self, schema: Mapping[str, Any]) -> _Values | None:
+        """Values that a schema lists. They are kept, with the schema: only while that is there its id is its own."""
+        if id(schema) not in self._listed:
+            values = _values(schema)
+            found = None if values is None else _Values(frozenset(values), frozenset(map(kind_of, values.values())))
+            self._listed[id(schema)] = schema, found
+        return self._listed[id(schema)][1]
+
+
+class _Values(NamedTuple):
+    texts: frozenset[str]  # canonical ones
+    kinds: frozenset[str]
 
 
 def kind_of(value: object) -> str:
@@ -135,10 +153,12 @@ def _negated_keyword(keyword: str, value: Any, resolve: Resolve, budget: Budget,
         case "type":
             return _negated_type(value)
         case "const":
-            return _negated_values([value])
+            return _negated_values([value], budget)
         case "enum" if isinstance(value, list):
-            return _negated_values(value)
+            return _negated_values(value, budget)
         case "required" if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            if not budget.take(4 * len(value)):  # each is two schemas to hold
+                return None
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, Mapping):
             return _negated_properties(value, resolve, budget, depth)
@@ -164,10 +184,15 @@ def _negated_type(value: object) -> list[Schema] | None:
     return [{"type": others}] if others else []
 
 
-def _negated_values(values: Sequence[object]) -> list[Schema] | None:
+def _negated_values(values: Sequence[object], budget: Budget) -> list[Schema] | None:
+    if not budget.take(num_values=len(values)):
+        return None
     kinds = {kind_of(value) for value in values}
     texts = [value for value in values if isinstance(value, str)]
-    if kinds & {"array", "object"} or sum(map(len, texts)) > MAX_TEXTS_CHARS:
+    num_chars = sum(map(len, texts))
+    if kinds & {"array", "object"} or num_chars > MAX_TEXTS_CHARS or max(map(len, texts), default=0) > MAX_TEXT_CHARS:
+        return None
+    if not budget.take(STEPS_PER_CHAR * num_chars):
         return None
     options: list[Schema] = []
     if others := [kind for kind in KINDS if kind not in kinds]:
@@ -220,8 +245,11 @@ def are_disjoint(one: Side, other: Side, depth: int = 0) -> bool:
     if not isinstance(one.schema, Mapping) or not isinstance(other.schema, Mapping):
         return False
     ours, theirs = _parts(one), _parts(other)
-    if any(_are_plainly_disjoint(a, b, depth) for a in ours for b in theirs):
-        return True
+    for a, b in itertools.product(ours, theirs):
+        if not one.budget.take():
+            return False
+        if _are_plainly_disjoint(a, b, depth):
+            return True
     return _is_split(ours, other, depth) or _is_split(theirs, one, depth)
 
 
@@ -256,13 +284,16 @@ def _are_plainly_disjoint(one: Side, other: Side, depth: int) -> bool:
     a, b = one.schema, other.schema
     assert isinstance(a, Mapping)
     assert isinstance(b, Mapping)
-    ours, theirs = _values(a), _values(b)
-    if ours is not None and theirs is not None and not ours.keys() & theirs.keys():
-        return True
+    ours, theirs = one.budget.values_of(a), one.budget.values_of(b)
+    if ours is not None and theirs is not None:
+        if not one.budget.take(num_values=min(len(ours.texts), len(theirs.texts))):
+            return False
+        if ours.texts.isdisjoint(theirs.texts):
+            return True
     common = kinds_of(a) & kinds_of(b)
     for values in (ours, theirs):
         if values is not None:
-            common &= frozenset(kind_of(value) for value in values.values())
+            common &= values.kinds
     return all(_is_kind_disjoint(kind, one, other, depth) for kind in common)
 
 
@@ -321,6 +352,8 @@ def _is_kind_disjoint(kind: str, one: Side, other: Side, depth: int) -> bool:
     if kind != "object":
         return False
     names = [*_names(a.get("required")), *_names(b.get("required"))]
+    if not one.budget.take(num_values=len(names)):
+        return False
     return any(are_disjoint(_property(one, name), _property(other, name), depth + 1) for name in names)
 
 

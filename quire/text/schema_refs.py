@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
+
+MAX_ADDRESS_CHARS = 2_000  # of an $id or a $ref
+MAX_ADDRESS_STEPS = 32  # slashes of an address: joining two of them takes time for each
+_NOWHERE = "nowhere:"  # the address of what has none that is short enough: no reference leads there
 
 _VALUES = frozenset(("const", "enum", "default", "examples"))  # hold values, which are no schemas
 
@@ -31,6 +36,7 @@ class Place(NamedTuple):
 class References:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = Place(root, "", _base(root, ""))
+        self._found: dict[tuple[str, str], Place | None] = {}
         self._documents: dict[str, Place] = {"": self.root, self.root.base: self.root}
         self._anchors: dict[str, Place] = {}
         level = [self.root]
@@ -40,9 +46,17 @@ class References:
             level = [child for place in level for child in _children(place)]
 
     def find(self, reference: str, base: str) -> Place | None:
+        key = (reference, base)
+        if key not in self._found:
+            self._found[key] = self._find(reference, base)
+        return self._found[key]
+
+    def _find(self, reference: str, base: str) -> Place | None:
         try:
-            address, fragment = urldefrag(urljoin(base, reference))
+            address, fragment = _joined(base, reference)
         except ValueError:
+            return None
+        if address == _NOWHERE:
             return None
         if fragment and not fragment.startswith("/"):
             return self._anchors.get(f"{address}#{fragment}")
@@ -71,9 +85,22 @@ def _base(schema: Any, base: str) -> str:
     if not isinstance(address, str):
         return base
     try:
-        return urldefrag(urljoin(base, address))[0]
+        return _joined(base, address)[0]
     except ValueError:
         return base
+
+
+def _joined(base: str, reference: str) -> tuple[str, str]:
+    """An address and its fragment. Raises ValueError if it is none; of one that is too long: nowhere."""
+    is_long = len(reference) > MAX_ADDRESS_CHARS or reference.partition("#")[0].count("/") > MAX_ADDRESS_STEPS
+    return (_NOWHERE, "") if is_long or base == _NOWHERE else _joined_short(base, reference)
+
+
+@functools.lru_cache(maxsize=4096)
+def _joined_short(base: str, reference: str) -> tuple[str, str]:
+    address, fragment = urldefrag(urljoin(base, reference))
+    is_long = len(address) > MAX_ADDRESS_CHARS or address.count("/") > MAX_ADDRESS_STEPS
+    return (_NOWHERE, "") if is_long else (address, fragment)
 
 
 def _children(place: Place) -> list[Place]:

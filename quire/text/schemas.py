@@ -43,10 +43,12 @@ from quire.text.schema_refs import Place, References
 
 MAX_SCHEMAS = 5_000  # that one schema may consist of, once it is rewritten
 MAX_DEPENDENCIES = 6  # each doubles the ways to write the object
+MAX_PATTERNS = 64  # of the names of one object: each is compared with each
 MAX_EXCLUSIVE = 4  # branches of a oneOf that are told apart by negation
 
 WHOLE = "$"  # the path of a schema of which nothing but its type is enforced
 _UNKNOWN_REFERENCE = "it is not in this schema, and nothing is fetched"
+_UNKNOWN_NAMES = "too many schemas list properties, so that other names are not excluded"
 
 
 class Unenforced(NamedTuple):
@@ -121,7 +123,10 @@ class _Holder:
                 return self._defined(target, is_closed=outer is not None)
         enclosing = self._shared
         self._shared = self._names_of.shared(place, outer) | (enclosing if outer is None else frozenset())
-        draft = Draft(place, kinds_of(place.schema), self.problems, self._names_of.closing(place, outer))
+        closing = self._names_of.closing(place, outer)
+        if not closing.is_known:
+            self.problems.setdefault(place.at("additionalProperties"), _UNKNOWN_NAMES)
+        draft = Draft(place, kinds_of(place.schema), self.problems, closing)
         # In the order of the schema, which is the order of an object's fields. A step does all of its keywords.
         for step in dict.fromkeys(self._steps[key] for key in place.schema if key in self._steps):
             step(draft)
@@ -291,20 +296,20 @@ class _Holder:
         if not isinstance(given, Mapping):
             draft.drop("patternProperties", "it is not an object")
             return
+        if len(given) > MAX_PATTERNS:
+            draft.drop("patternProperties", f"it has more than {MAX_PATTERNS} patterns")
+            _open_names(draft)
+            return
         patterns: dict[str, HeldPattern] = {name: hold_pattern(name) for name in given}
         broken = [name for name, held in patterns.items() if held.problem or len(held.sources) != 1]
         for name in broken:
             draft.drop(f"patternProperties.{name}", patterns[name].problem or "a look-ahead is not supported here")
-        if broken:  # which names are additional ones is not known either
-            for keyword in ("additionalProperties", "unevaluatedProperties"):
-                if draft.given.get(keyword, True) is not True:
-                    draft.drop(keyword, "patternProperties beside it cannot be enforced")
-            draft.out.pop("additionalProperties", None)
-            draft.closing = LEFT_OPEN
+        if broken:
+            _open_names(draft)
             return
         schemas = {name: self._hold(draft.place.child("patternProperties", name), frozenset()) for name in given}
         held = list(patterns.values())
-        if all(start_apart(a, b) for i, a in enumerate(held) for b in held[i + 1 :]):
+        if all(self._budget.take() and start_apart(a, b) for i, a in enumerate(held) for b in held[i + 1 :]):
             draft.out["patternProperties"] = {patterns[name].sources[0]: schemas[name] for name in given}
             return
         either = f"^(?:{'|'.join(one.sources[0][1:-1] for one in held)})$"
@@ -450,6 +455,15 @@ class _Holder:
         if not is_exact:
             self._definitions = before[2]
         return held if is_exact else None
+
+
+def _open_names(draft: Draft) -> None:
+    """Where patternProperties are not known, it is not known either which names are additional ones."""
+    for keyword in ("additionalProperties", "unevaluatedProperties"):
+        if draft.given.get(keyword, True) is not True:
+            draft.drop(keyword, "patternProperties beside it cannot be enforced")
+    draft.out.pop("additionalProperties", None)
+    draft.closing = LEFT_OPEN
 
 
 def _close(draft: Draft) -> None:

@@ -80,6 +80,19 @@ def test_what_cannot_be_read_holds_nothing(pattern: str) -> None:
     assert held.problem
 
 
+@pytest.mark.parametrize("pattern", [r"[\B]", r"[^\B]", r"[a-\B]", r"[\B-a]", r"^x[\w\B]$"])
+def test_a_class_with_what_is_no_character(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    assert held.sources == ()
+    assert held.problem == r"\B stands for no character, so it cannot be in a class"
+
+
+@pytest.mark.parametrize("pattern", [r"[a-\p{L}]", r"[\p{L}-a]", r"[\d-\B]", r"[\b-\d]", r"[a-\b]", r"[--\S]"])
+def test_odd_ranges_are_held_or_named(pattern: str) -> None:
+    held = hold_pattern(pattern)
+    assert held.problem or compiled({"type": "string", "pattern": held.sources[0]})
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_apart"),
     [
@@ -90,6 +103,9 @@ def test_what_cannot_be_read_holds_nothing(pattern: str) -> None:
         ("^a", "^ab", False),
         ("a", "^b", False),
         ("^a|^c", "^b", False),
+        ("^[acegik]", "^[bdfhj]", True),
+        ("^[acegik]", "^[bdfhj-l]", False),
+        ("^[ax-z]", "^[b-wz]", False),
     ],
 )
 def test_patterns_whose_first_characters_differ(one: str, other: str, is_apart: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import jsonschema_rs
 import llguidance
 import pytest
 
+from quire.text import schema_refs
 from quire.text.grammar import json_schema_grammar
-from quire.text.schemas import SchemaNotHeld, hold_schema
+from quire.text.schema_logic import MAX_TEXT_CHARS
+from quire.text.schemas import MAX_PATTERNS, HeldSchema, SchemaNotHeld, hold_schema
 from tests.schema_suite import allows, compiled, spellings, without
 
 
@@ -424,3 +427,154 @@ def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
 def test_a_schema_that_is_given_up_is_named_as_a_whole() -> None:
     assert [one.path for one in hold_schema({"type": "array", **HOSTILE["a chain"]}).unenforced] == ["$"]
     assert hold_schema({"type": "array", **HOSTILE["a chain"]}).schema == {"type": "array"}
+
+
+# Schemas whose work grows with a product of their parts. What cannot be found out in time is named.
+USERS = {f"a{i}": {"$ref": "#/$defs/A", "type": "object"} for i in range(800)}
+MANY_NAMES = {f"n{i}": {} for i in range(2500)}
+PRODUCTS: dict[str, tuple[dict[str, Any], str]] = {
+    "users of many schemas": ({"$defs": {"A": {"allOf": [{}] * 4000}}, "properties": USERS}, ""),
+    "users of schemas with names": (
+        {"$defs": {"A": {"allOf": [{"required": ["x"]}] * 2000}}, "properties": USERS},
+        "",
+    ),
+    "users of many names": (
+        {"$defs": {"A": obj(MANY_NAMES)}, "properties": USERS},
+        "properties.a799.additionalProperties",
+    ),
+    "pairs of schemas": ({"oneOf": [{"allOf": [{}] * 2000}, {"allOf": [{}] * 2000}]}, "oneOf"),
+    "pairs with many values": ({"oneOf": [{"allOf": [{}] * 2000}, {"enum": [*range(8000)]}]}, "oneOf"),
+    "pairs of lists of values": ({"oneOf": [{"enum": [i + j / 128 for j in range(80)]} for i in range(90)]}, "oneOf"),
+    "opposites of many values": (
+        {
+            "$defs": {"A": {"enum": [*range(8000)]}},
+            "properties": {f"a{i}": {"not": {"$ref": "#/$defs/A"}} for i in range(800)},
+        },
+        "properties.a799.not",
+    ),
+    "opposites of texts": (
+        {"properties": {f"a{i}": {"not": {"const": f"{i:060}"}} for i in range(600)}},
+        "properties.a599.not",
+    ),
+    "opposites of many names": ({"not": {"required": [f"n{i}" for i in range(6000)]}}, "not"),
+    "pairs of patterns": (
+        obj(patternProperties={f"^{chr(0x4E00 + i)}": True for i in range(4900)}),
+        "patternProperties",
+    ),
+    "circles": (
+        {
+            "$defs": {f"d{i}": {"anyOf": [defined((i + 1) % 90), defined((i + 7) % 90)]} for i in range(90)},
+            "properties": {f"a{i}": {**defined(i), "type": "object"} for i in range(90)},
+        },
+        "",
+    ),
+}
+
+
+class TooManyCalls(Exception):
+    pass
+
+
+def with_few_calls(work: Callable[[], HeldSchema], at_most: int = 1_000_000) -> HeldSchema:
+    """Ends work that calls more functions than this. Unlike seconds, calls do not depend on the machine."""
+    num_calls = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+        if num_calls > at_most:
+            raise TooManyCalls
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        return work()
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize(("schema", "named"), PRODUCTS.values(), ids=PRODUCTS)
+def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) -> None:
+    schema = json.loads(json.dumps(schema))  # every part an object of its own
+    held = with_few_calls(lambda: hold_schema(schema))
+    paths = [one.path for one in held.unenforced]
+    assert named in paths if named else "$" not in paths
+    if named:
+        with pytest.raises(SchemaNotHeld):
+            hold_schema(schema, strict=True)
+
+
+def test_a_long_address_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_chars = 0
+    join = schema_refs.urljoin
+
+    def counting(base: str, url: str) -> str:
+        nonlocal num_chars
+        num_chars += len(base) + len(url)
+        return join(base, url)
+
+    monkeypatch.setattr(schema_refs, "urljoin", counting)
+    users = {f"a{i}": {"$ref": "x"} for i in range(1500)}
+    held = hold_schema({"$id": "http://a/" + "b/" * 12_000, "properties": users})
+    assert {one.path for one in held.unenforced} == {f"properties.{name}.$ref" for name in users}
+    hold_schema({"$id": "http://a/b/", "properties": {f"a{i}": {"$ref": "c" * 3000} for i in range(20)}})
+    hold_schema({"$id": "http://a/b/" + "c" * 1000, "properties": users})
+    assert num_chars < 5000
+
+
+def test_references_below_a_long_address_do_not_lead_to_the_schema_around_it() -> None:
+    inner = {"$id": "http://a/" + "b/" * 50, "$defs": {"d0": {"type": "string"}}, "properties": {"x": defined(0)}}
+    held = hold_schema({"$defs": {"d0": {"type": "integer"}}, "properties": {"in": inner, "out": defined(0)}})
+    assert [one.path for one in held.unenforced] == ["properties.in.properties.x.$ref"]
+    assert not allows(compiled(held.schema), '{"out": "a"}')
+
+
+def test_schemas_in_a_circle_share_their_names() -> None:
+    circle = {
+        "$defs": {
+            "d0": {"properties": {"a": INT}, "anyOf": [defined(1), {}]},
+            "d1": {"properties": {"b": INT}, "anyOf": [defined(0), {}]},
+        },
+        "properties": {"x": {**defined(0), "type": "object"}, "y": {**defined(1), "type": "object"}},
+    }
+    held = hold_schema(circle)
+    for name in ("x", "y"):
+        assert held.schema["properties"][name]["properties"].keys() == {"a", "b"}
+        assert held.schema["properties"][name]["additionalProperties"] is False
+
+
+def test_patterns_up_to_the_maximum_are_compared() -> None:
+    patterns = {f"^{chr(0x4E00 + i)}": INT if i % 2 else STR for i in range(MAX_PATTERNS + 1)}
+    beyond = hold_schema(obj(patternProperties=patterns, additionalProperties=False))
+    assert [one.path for one in beyond.unenforced] == ["patternProperties", "additionalProperties"]
+    assert beyond.schema == {"type": "object"}
+    patterns.popitem()
+    held = hold_schema(obj(patternProperties=patterns, additionalProperties=False))
+    assert held.unenforced == ()
+    assert len(held.schema["patternProperties"]) == MAX_PATTERNS
+
+
+@pytest.mark.parametrize("size", [MAX_TEXT_CHARS, MAX_TEXT_CHARS + 1, 480, 512, 5000])
+@pytest.mark.parametrize("values", ["const", "enum"])
+def test_only_the_opposite_of_a_long_text_is_dropped(size: int, values: str) -> None:
+    text = "a" * size
+    opposite = {"not": {"const": text} if values == "const" else {"enum": ["x", text]}}
+    held = hold_schema(obj({"a": {**STR, **opposite}, "b": INT}, required=["a", "b"]))
+    is_held = size <= MAX_TEXT_CHARS
+    assert [one.path for one in held.unenforced] == ([] if is_held else ["properties.a.not"])
+    matcher = compiled(held.schema)
+    assert allows(matcher, json.dumps({"a": "y", "b": 1}))
+    assert allows(matcher, json.dumps({"a": text, "b": 1})) is not is_held
+    assert not allows(matcher, json.dumps({"a": "y", "b": "1"}))
+    if not is_held:
+        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.not cannot be enforced: it has no opposite"):
+            hold_schema(obj({"a": {**STR, **opposite}}), strict=True)
+
+
+def test_a_pattern_of_a_class_without_characters_is_named_in_words() -> None:
+    for pattern in (r"[\B]", r"[a-\B]"):
+        held = hold_schema(obj({"a": {**STR, "pattern": pattern}}))
+        assert [one.path for one in held.unenforced] == ["properties.a.pattern"]
+        assert "pattern" not in held.schema["properties"]["a"]
+        with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B stands for no"):
+            hold_schema(obj({"a": {**STR, "pattern": pattern}}), strict=True)
