@@ -24,7 +24,9 @@ MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, fo
 MAX_PATH_CHARS = 300
 MAX_SCHEMA_CHARS = 512 * 1024  # of all tools, with descriptions: they are looked at on the event loop
 # What a compiler says, between where it stopped and its picture of that place.
-_SAID = re.compile(r"(?:grammar: )?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
+_SAID = re.compile(
+    r"(?:grammar: )?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$"
+)
 
 
 def with_unenforced(ask: Ask, words_field: str | None) -> Ask:

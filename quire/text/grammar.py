@@ -49,7 +49,7 @@ class Grammar:
         if self.kind not in list(GrammarKind):
             raise InvalidRequest(f"grammar: its kind {self.kind!r} is not one of {', '.join(GrammarKind)}")
         if not isinstance(self.source, str):
-            raise InvalidRequest(f"grammar: {self.source!r:.80} is not text")
+            raise InvalidRequest(f"grammar: source = {self.source!r:.80} is not text")
         _check_source(self.source, "after it was rewritten" if self.given else "")
         if self.kind == GrammarKind.JSON_SCHEMA:
             _check_schema(self.source)
@@ -82,7 +82,7 @@ def regex_grammar(pattern: str) -> Grammar:
 def choice_grammar(choices: Sequence[str]) -> Grammar:
     """One of these, word for word."""
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise InvalidRequest(f"grammar: {choices!r:.80} is not a list of one or more strings")
+        raise InvalidRequest(f"grammar: choices = {choices!r:.80} is not a list of one or more strings")
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"grammar: {len(choices)} choices are more than {MAX_CHOICES}")
     return Grammar(GrammarKind.REGEX, "|".join(_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
@@ -117,7 +117,7 @@ def json_style(schema: object) -> dict[str, Any]:
 def check_schema(schema: object) -> None:
     """Raises InvalidRequest for what is no JSON object, or is too large or too deep to be looked at."""
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"grammar: {schema!r:.80} is not a JSON object")
+        raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
     _check_source(schema_text(schema))
     if (depth := _depth(schema)) > MAX_DEPTH:
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
@@ -163,7 +163,7 @@ def _check_schema(source: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"grammar: the schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"grammar: {source:.80} is not a JSON object")
+        raise InvalidRequest(f"grammar: schema = {source:.80} is not a JSON object")
     if (depth := _depth(schema)) > 4 * MAX_DEPTH:  # what was MAX_DEPTH deep may have grown when it was held
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {4 * MAX_DEPTH}")
 
