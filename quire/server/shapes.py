@@ -6,7 +6,7 @@ Knows no protocol.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.text.chat import ChatRequest
 from quire.text.schemas import SchemaNotHeld
-from quire.text.tool_grammars import guilty_tool, held_parameters
+from quire.text.tool_grammars import ToolsTooLarge, guilty_tool, held_parameters
 from quire.text.tools import Tool
 
 T = TypeVar("T")
@@ -24,7 +24,9 @@ MAX_FREED_ALONE = 2  # tools; then all that are not strict are freed at once, fo
 MAX_PATH_CHARS = 300
 MAX_SCHEMA_CHARS = 512 * 1024  # of all tools, with descriptions: they are looked at on the event loop
 # What a compiler says, between where it stopped and its picture of that place.
-_SAID = re.compile(r"grammar:? ?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$")
+_SAID = re.compile(
+    r"(?:grammar: )?(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?(?P<what>.*?)(?: \d+ \| .*)?$"
+)
 
 
 def with_unenforced(ask: Ask, words_field: str | None) -> Ask:
@@ -34,13 +36,12 @@ def with_unenforced(ask: Ask, words_field: str | None) -> Ask:
     """
     grammar = ask.params.grammar
     names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
-    chat = ask.prompts[0]
-    if isinstance(chat, ChatRequest):
-        num_chars = sum(len(str(tool.parameters)) for tool in chat.callable_tools)
-        if num_chars > MAX_SCHEMA_CHARS:
-            raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
-        for tool in chat.callable_tools:
-            names += _unenforced_of(tool)
+    tools = _callable_tools(ask)
+    num_chars = sum(len(str(tool.parameters)) for tool in tools)
+    if num_chars > MAX_SCHEMA_CHARS:
+        raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
+    for tool in tools:
+        names += _unenforced_of(tool)
     return replace(ask, unenforced=(*ask.unenforced, *names)) if names else ask
 
 
@@ -60,6 +61,12 @@ async def answer_in_shape(ask: Ask, words_field: str | None, respond: Callable[[
         except InvalidRequest as error:
             if not str(error).startswith("grammar"):
                 raise
+            if isinstance(error, ToolsTooLarge):
+                freed = _freed_of(ask, [_callable_tools(ask)[number] for number in error.loose])
+                if freed is None:
+                    raise ApiError(Kind.INVALID, str(error).removeprefix("grammar: "), param="tools") from None
+                ask = freed
+                continue
             tool = _guilty_tool(ask, str(error))
             is_of_words = tool is None and guilty_tool(str(error)) is not None
             freed = None if is_of_words else _freed(ask, tool, is_alone=num_tries < MAX_FREED_ALONE)
@@ -81,11 +88,13 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
 
 def _guilty_tool(ask: Ask, error: str) -> Tool | None:
     """The tool whose schema the compiler speaks of."""
+    number, tools = guilty_tool(error), _callable_tools(ask)
+    return None if number is None or number >= len(tools) else tools[number]
+
+
+def _callable_tools(ask: Ask) -> Sequence[Tool]:
     chat = ask.prompts[0]
-    number = guilty_tool(error)
-    if not isinstance(chat, ChatRequest) or number is None or number >= len(chat.callable_tools):
-        return None
-    return chat.callable_tools[number]
+    return chat.callable_tools if isinstance(chat, ChatRequest) else ()
 
 
 def _freed(ask: Ask, guilty: Tool | None, *, is_alone: bool) -> Ask | None:
@@ -96,7 +105,13 @@ def _freed(ask: Ask, guilty: Tool | None, *, is_alone: bool) -> Ask | None:
     loose = [tool for tool in chat.tools if not tool.is_strict and not tool.is_free]
     if not loose or (guilty is not None and guilty not in loose):
         return None
-    freed = [guilty] if guilty is not None and is_alone else loose
+    return _freed_of(ask, [guilty] if guilty is not None and is_alone else loose)
+
+
+def _freed_of(ask: Ask, freed: Sequence[Tool]) -> Ask | None:
+    chat = ask.prompts[0]
+    if not isinstance(chat, ChatRequest) or not freed:
+        return None
     tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
     names = (*ask.unenforced, *(tool.schema_path for tool in freed))
     return replace(ask, prompts=(replace(chat, tools=tools),), unenforced=names)

@@ -16,9 +16,10 @@ from typing import Any
 
 from quire.core.request import check_tokens
 from quire.errors import InvalidRequest
+from quire.text.schema_sizes import MAX_HELD_CHARS
 from quire.text.schemas import hold_schema
 
-MAX_SOURCE_CHARS = 64 * 1024
+MAX_SOURCE_CHARS = MAX_HELD_CHARS
 MAX_DEPTH = 32  # of a schema, braces and brackets
 MAX_CHOICES = 4096
 MAX_LISTED_TOKENS = 4096
@@ -46,10 +47,10 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in list(GrammarKind):
-            raise InvalidRequest(f"grammar of kind {self.kind!r} is not one of {', '.join(GrammarKind)}")
+            raise InvalidRequest(f"grammar: its kind {self.kind!r} is not one of {', '.join(GrammarKind)}")
         if not isinstance(self.source, str):
-            raise InvalidRequest(f"grammar = {self.source!r:.80} is not text")
-        _check_source(self.source)
+            raise InvalidRequest(f"grammar: source = {self.source!r:.80} is not text")
+        _check_source(self.source, "after it was rewritten" if self.given else "")
         if self.kind == GrammarKind.JSON_SCHEMA:
             _check_schema(self.source)
         if self.kind == GrammarKind.REGEX and (len(self.source) - len(self.source.rstrip("\\"))) % 2:
@@ -65,7 +66,7 @@ def json_schema_grammar(schema: Mapping[str, Any], *, strict: bool = True) -> Gr
     check_schema(schema)
     held = hold_schema(schema, strict=strict)
     unenforced = tuple(one.path for one in held.unenforced)
-    return Grammar(GrammarKind.JSON_SCHEMA, _dumps(held.schema), unenforced, given=_dumps(schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(held.schema), unenforced, given=schema_text(schema))
 
 
 def json_object_grammar() -> Grammar:
@@ -101,7 +102,7 @@ def token_grammar(token_ids: Sequence[int]) -> Grammar:
 
 def lark_json(schema: Mapping[str, Any]) -> str:
     """A held schema as a term of a Lark grammar."""
-    return f"%json {_dumps({**schema, 'x-guidance': json_style(schema)})}"
+    return f"%json {schema_text({**schema, 'x-guidance': json_style(schema)})}"
 
 
 def json_style(schema: object) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def check_schema(schema: object) -> None:
     """Raises InvalidRequest for what is no JSON object, or is too large or too deep to be looked at."""
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"grammar: schema = {schema!r:.80} is not a JSON object")
-    _check_source(_dumps(schema))
+    _check_source(schema_text(schema))
     if (depth := _depth(schema)) > MAX_DEPTH:
         raise InvalidRequest(f"grammar: the schema is nested {depth} deep, more than {MAX_DEPTH}")
 
@@ -127,21 +128,22 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _dumps(schema: Mapping[str, Any]) -> str:
+def schema_text(schema: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"grammar: the schema cannot be written as JSON: {error}") from None
 
 
-def _check_source(source: str) -> None:
+def _check_source(source: str, when: str = "") -> None:
     if len(source) > MAX_SOURCE_CHARS:
-        raise InvalidRequest(f"grammar of {len(source)} characters is more than {MAX_SOURCE_CHARS}")
+        text = f"it has {len(source)} characters{when and f' {when}'}, more than {MAX_SOURCE_CHARS}"
+        raise InvalidRequest(f"grammar: {text}")
     try:
         source.encode()
     except UnicodeEncodeError as error:
         code = ord(source[error.start])
-        raise InvalidRequest(f"grammar has a lone surrogate U+{code:04X} at character {error.start}") from None
+        raise InvalidRequest(f"grammar: there is a lone surrogate U+{code:04X} at character {error.start}") from None
 
 
 def _has_open_names(schema: object) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+
+from quire.text.patterns import hold_pattern
 
 # The compiler knows these itself.
 NATIVE_FORMATS = frozenset(("duration", "email", "ipv4", "ipv6", "uuid", "uri"))
@@ -49,3 +52,10 @@ NUMBER_FORMATS: Mapping[str, tuple[int, int]] = {
     "uint16": (0, 2**16 - 1),
     "uint32": (0, 2**32 - 1),
 }
+
+
+@functools.cache
+def format_patterns(name: str) -> tuple[str, ...]:
+    """What texts of a known format must match, in the form that is held."""
+    given = [table[name] for table in (FORMATS, ALSO) if name in table]
+    return tuple(source for pattern in given for source in hold_pattern(pattern).sources)

@@ -8,19 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from quire.text.patterns import hold_pattern
 from quire.text.schema_closing import Closing
-from quire.text.schema_formats import ALSO, FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS
+from quire.text.schema_formats import FORMATS, MAX_LENGTHS, NATIVE_FORMATS, NUMBER_FORMATS, format_patterns
 from quire.text.schema_logic import KINDS, canonical
 from quire.text.schema_refs import Place
+from quire.text.schema_sizes import Room
 
 MAX_OPTIONS = 64  # that one keyword is written out as
-MAX_ORDERS = 512  # of items that may not repeat
+MAX_ORDERS = 65  # of items that may not repeat: all of four values. They are dear to compile.
+MAX_DISTINCT = 16  # values of such items
 MAX_ORDERS_CHARS = 16_384
 MAX_EXACT = 2**53  # whole numbers up to here are the same for every reader of JSON
 LEAST_BOUND = 1e-15  # smaller ones have more digits than the compiler takes
@@ -30,6 +32,9 @@ MAX_SHARED_MULTIPLE = 500  # where several may meet in one value, and the compil
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Held = Any  # a schema for the compiler: a boolean or a dict
+ShareFormat = Callable[[str, Held], Held | None]  # the schema of a format, as a reference. None: there is no room.
+
+TOO_LONG = "the schema is too long with it"
 
 
 @dataclass(slots=True)
@@ -40,6 +45,7 @@ class Draft:
     kinds: frozenset[str]  # of values that `type` lets through
     problems: dict[str, str]  # why a keyword is not enforced, by its path
     closing: Closing
+    room: Room
     out: dict[str, Any] = field(default_factory=dict)
     extra: list[Held] = field(default_factory=list)  # schemas that must match as well
 
@@ -51,10 +57,18 @@ class Draft:
     def drop(self, keyword: str, why: str) -> None:
         self.problems.setdefault(self.place.at(keyword), why)
 
-    def one_of(self, kind: str, options: Iterable[Held]) -> None:
-        """Values of this kind match one of the options; those of other kinds pass."""
+    def fits(self, keyword: str, added: object) -> bool:
+        """Whether there is room for what a keyword is rewritten as. If there is none, the keyword is dropped."""
+        is_small = self.room.takes(added)
+        if not is_small:
+            self.drop(keyword, TOO_LONG)
+        return is_small
+
+    def one_of(self, keyword: str, kind: str, options: list[Held]) -> None:
+        """The keyword means: values of this kind match one of the options; those of other kinds pass."""
         others = [one for one in KINDS if one != kind and one in self.kinds]
-        self.extra.append({"anyOf": [*options, *([{"type": others}] if others else [])]})
+        if self.fits(keyword, options):
+            self.extra.append({"anyOf": [*options, *([{"type": others}] if others else [])]})
 
     def count(self, keyword: str) -> int | None:
         """The value of a keyword like maxLength."""
@@ -171,7 +185,8 @@ def _survives_tens(value: float, number: int, num_decimals: int) -> bool:
 # Strings
 
 
-def hold_strings(draft: Draft) -> None:
+def hold_strings(draft: Draft, share: ShareFormat | None = None) -> None:
+    """`share`: for patterns of formats. None: they are written where they are used."""
     if "string" in draft.kinds:
         for keyword in ("minLength", "maxLength"):
             if (size := draft.count(keyword)) is not None:
@@ -179,7 +194,7 @@ def hold_strings(draft: Draft) -> None:
         if "pattern" in draft.given:
             _hold_pattern(draft)
     if "format" in draft.given:
-        _hold_format(draft)
+        _hold_format(draft, share)
 
 
 def _hold_pattern(draft: Draft) -> None:
@@ -190,7 +205,8 @@ def _hold_pattern(draft: Draft) -> None:
     held = hold_pattern(pattern)
     if held.problem:
         draft.drop("pattern", held.problem)
-    _add_patterns(draft, held.sources)
+    if sum(map(len, held.sources)) <= len(pattern) + 10 or draft.fits("pattern", held.sources):
+        _add_patterns(draft, held.sources)
 
 
 def _add_patterns(draft: Draft, sources: Iterable[str]) -> None:
@@ -201,7 +217,7 @@ def _add_patterns(draft: Draft, sources: Iterable[str]) -> None:
             draft.out["pattern"] = source
 
 
-def _hold_format(draft: Draft) -> None:
+def _hold_format(draft: Draft, share: ShareFormat | None) -> None:
     name = draft.given["format"]
     if not draft.kinds & {"string", "number"}:
         return
@@ -216,10 +232,18 @@ def _hold_format(draft: Draft) -> None:
     elif name in FORMATS or name in NATIVE_FORMATS:
         if name in NATIVE_FORMATS:
             draft.out["format"] = name
-        for pattern in (table[name] for table in (FORMATS, ALSO) if name in table):
-            _add_patterns(draft, hold_pattern(pattern).sources)
-        if name in MAX_LENGTHS:
-            draft.extra.append({"maxLength": MAX_LENGTHS[name]})
+        length = {"maxLength": MAX_LENGTHS[name]} if name in MAX_LENGTHS else {}
+        patterns = format_patterns(name)
+        if share is not None and patterns:
+            parts = [{"pattern": source} for source in patterns]
+            shared = share(name, {**parts[0], **length, **({"allOf": parts[1:]} if parts[1:] else {})})
+            if shared is None:
+                draft.drop("format", TOO_LONG)
+            elif draft.fits("format", shared):
+                draft.extra.append(shared)
+        elif not patterns or draft.fits("format", patterns):
+            _add_patterns(draft, patterns)
+            draft.extra += [length] if length else []
     else:
         draft.drop("format", f"{json.dumps(name)[:40]} is not a format this server knows")
 
@@ -241,14 +265,17 @@ def hold_unique(draft: Draft, items: object) -> None:
         draft.drop("uniqueItems", "the items are not a short enum")
         return
     least, most = draft.out.get("minItems", 0), len(values) if most is None else min(most, len(values))
-    if sum(math.perm(len(values), size) for size in range(least, most + 1)) > MAX_ORDERS:
-        draft.drop("uniqueItems", f"there are more than {MAX_ORDERS} ways to order them")
-        return
+    num_orders = 0
+    for size in range(least, most + 1):
+        num_orders += math.perm(len(values), size)
+        if num_orders > MAX_ORDERS:
+            draft.drop("uniqueItems", f"there are more than {MAX_ORDERS} ways to order them")
+            return
     orders = [list(one) for size in range(least, most + 1) for one in itertools.permutations(values, size)]
     if len(json.dumps(orders)) > MAX_ORDERS_CHARS:
         draft.drop("uniqueItems", "the items are not a short enum")
         return
-    draft.one_of("array", [{"enum": orders}])
+    draft.one_of("uniqueItems", "array", [{"enum": orders}])
 
 
 def _finite(items: object) -> list[object] | None:
@@ -258,7 +285,7 @@ def _finite(items: object) -> list[object] | None:
     values = [items["const"]] if "const" in items else items.get("enum")
     if values is None and items.get("type") == "boolean":
         values = [False, True]
-    if not isinstance(values, list) or len(values) > MAX_ORDERS or not all(_is_exact(value) for value in values):
+    if not isinstance(values, list) or len(values) > MAX_DISTINCT or not all(_is_exact(value) for value in values):
         return None
     return list({canonical(value): value for value in values}.values())
 
@@ -270,20 +297,20 @@ def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
     most = draft.count("maxContains")
     size = draft.out.get("maxItems")
     if item is True or item == {}:  # what is contained is the whole array
-        draft.one_of("array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
+        draft.one_of("contains", "array", [{"minItems": least, **({} if most is None else {"maxItems": most})}])
         return
     if least:
         if size is None or size > MAX_OPTIONS or math.comb(size, least) > MAX_OPTIONS:
             draft.drop("contains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), least)
-            draft.one_of("array", [_items_at(chosen, item, True, chosen[-1] + 1) for chosen in places])
+            draft.one_of("contains", "array", [_items_at(one, item, True, one[-1] + 1) for one in places])
     if most is not None and (size is None or size > most):
         if size is None or other is None or size > MAX_OPTIONS or math.comb(size, most) > MAX_OPTIONS:
             draft.drop("maxContains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), most)
-            draft.one_of("array", [_items_at(chosen, True, other, 0, size) for chosen in places])
+            draft.one_of("maxContains", "array", [_items_at(one, True, other, 0, size) for one in places])
 
 
 def _items_at(chosen: tuple[int, ...], item: Held, other: Held, least: int, size: int | None = None) -> Held:
@@ -307,7 +334,8 @@ def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
             draft.out["minProperties"] = least
         elif is_whole and is_closed and math.comb(len(optional), missing := least - len(required)) <= MAX_OPTIONS:
             choices = itertools.combinations(optional, missing)
-            draft.one_of("object", [{"type": "object", "required": list(chosen)} for chosen in choices])
+            options = [{"type": "object", "required": list(chosen)} for chosen in choices]
+            draft.one_of("minProperties", "object", options)
         else:
             draft.drop("minProperties", "too many properties are optional")
     if most is not None and not (is_whole and is_closed and most >= len(required) + len(optional)):
@@ -315,8 +343,7 @@ def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
             draft.out["maxProperties"] = most
         elif is_whole and is_closed and math.comb(len(optional), room := max(0, most - len(required))) <= MAX_OPTIONS:
             choices = itertools.combinations(optional, len(optional) - room)
-            draft.one_of(
-                "object", [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices]
-            )
+            options = [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices]
+            draft.one_of("maxProperties", "object", options)
         else:
             draft.drop("maxProperties", "too many properties are optional")

@@ -18,6 +18,7 @@ from quire.text.patterns import HeldPattern, hold_pattern, start_apart
 from quire.text.schema_closing import LEFT_OPEN, PropertyNames
 from quire.text.schema_keywords import (
     BOUNDS,
+    TOO_LONG,
     Draft,
     Held,
     hold_contains,
@@ -40,10 +41,12 @@ from quire.text.schema_logic import (
     negated,
 )
 from quire.text.schema_refs import Place, References
+from quire.text.schema_sizes import MAX_HELD_CHARS, Room, num_chars
 
 MAX_SCHEMAS = 5_000  # that one schema may consist of, once it is rewritten
 MAX_DEPENDENCIES = 6  # each doubles the ways to write the object
 MAX_PATTERNS = 64  # of the names of one object: each is compared with each
+MIN_SHARED_CHARS = 40  # of a definition: a reference has half as many
 MAX_EXCLUSIVE = 4  # branches of a oneOf that are told apart by negation
 
 WHOLE = "$"  # the path of a schema of which nothing but its type is enforced
@@ -76,6 +79,8 @@ def hold_schema(schema: Mapping[str, Any], *, strict: bool = False) -> HeldSchem
     holder = _Holder(schema)
     try:
         held = holder.whole()
+        if num_chars(held, MAX_HELD_CHARS) > MAX_HELD_CHARS:
+            raise _TooLarge
     except (RecursionError, _TooLarge):  # references can lead far, and one schema can stand for many
         held = {"type": schema["type"]} if schema.get("type") in KINDS else {}
         holder.problems = {WHOLE: "the schema is too large, or its references lead too far"}
@@ -95,7 +100,10 @@ class _Holder:
         self._definitions: dict[str, Held] = {}
         self._names: dict[tuple[str, bool, frozenset[str]], str] = {}  # of definitions, by all that they depend on
         self._shared: frozenset[str] = frozenset()  # properties of the value at hand that other schemas describe too
-        self._has_many_multiples = str(root).count("'multipleOf'") > 1
+        text = str(root)
+        self._has_many_multiples = text.count("'multipleOf'") > 1
+        self._has_many_formats = text.count("'format'") > 1
+        self._room = Room(len(text))
         self._steps = self._all_steps()
         self._budget = Budget()
         self._num_left = MAX_SCHEMAS
@@ -126,7 +134,7 @@ class _Holder:
         closing = self._names_of.closing(place, outer)
         if not closing.is_known:
             self.problems.setdefault(place.at("additionalProperties"), _UNKNOWN_NAMES)
-        draft = Draft(place, kinds_of(place.schema), self.problems, closing)
+        draft = Draft(place, kinds_of(place.schema), self.problems, closing, self._room)
         # In the order of the schema, which is the order of an object's fields. A step does all of its keywords.
         for step in dict.fromkeys(self._steps[key] for key in place.schema if key in self._steps):
             step(draft)
@@ -142,7 +150,7 @@ class _Holder:
         return {
             "type": hold_type,
             **dict.fromkeys(("enum", "const"), hold_values),
-            **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), hold_strings),
+            **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), self._strings),
             **dict.fromkeys((*BOUNDS, "multipleOf"), self._numbers),
             **dict.fromkeys(("items", "prefixItems", "additionalItems", "minItems", "maxItems"), self._arrays),
             **dict.fromkeys(("uniqueItems", "contains"), self._arrays),
@@ -167,6 +175,23 @@ class _Holder:
             name = self._names[key] = f"d{len(self._definitions)}"
             self._definitions[name] = True  # for references to itself
             self._definitions[name] = self._hold(target, frozenset() if is_closed else None)
+        return {"$ref": f"#/$defs/{self._names[key]}"}
+
+    def _share(self, held: Held) -> Held:
+        """A schema that is used several times, as a reference."""
+        if num_chars(held, MIN_SHARED_CHARS) <= MIN_SHARED_CHARS:
+            return held
+        name = f"d{len(self._definitions)}"
+        self._definitions[name] = held
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _share_format(self, name: str, held: Held) -> Held | None:
+        key = (f" {name}", False, frozenset[str]())  # no path begins so
+        if key not in self._names:
+            if not self._room.takes(held):
+                return None
+            self._names[key] = f"d{len(self._definitions)}"
+            self._definitions[self._names[key]] = held
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _ref(self, draft: Draft) -> None:
@@ -207,6 +232,9 @@ class _Holder:
 
     # Keywords that hold schemas
 
+    def _strings(self, draft: Draft) -> None:
+        hold_strings(draft, self._share_format if self._has_many_formats else None)
+
     def _numbers(self, draft: Draft) -> None:
         hold_numbers(draft, has_many_multiples=self._has_many_multiples)
 
@@ -239,8 +267,8 @@ class _Holder:
         if item is None:
             draft.drop("contains", "not all of its schema can be enforced")
             return
-        opposite = negated(place.schema, self._resolver(place), self._budget)
-        hold_contains(draft, item, None if opposite is None else self._exactly(opposite, place))
+        opposite = self._opposite(place) if "maxContains" in draft.given else None
+        hold_contains(draft, self._share(item), None if opposite is None else self._share(opposite))
 
     def _unevaluated_items(self, draft: Draft) -> None:
         others = ("allOf", "$ref", "$dynamicRef", "if", "contains", "not", "anyOf", "oneOf")
@@ -324,7 +352,7 @@ class _Holder:
         given = draft.given["propertyNames"]
         others = draft.out.get("additionalProperties", True)
         if given is False:
-            draft.one_of("object", [{"type": "object", "maxProperties": 0}])
+            draft.one_of("propertyNames", "object", [{"type": "object", "maxProperties": 0}])
             return
         if given is True or given == {} or others is False:
             is_free = others is not False or not ({"properties", "patternProperties"} & draft.given.keys())
@@ -333,9 +361,8 @@ class _Holder:
         schema = self._target(draft.place.child("propertyNames")).schema
         known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"} | SAID_OF_VALUES
         is_plain = isinstance(schema, Mapping) and schema.keys() <= known and "patternProperties" not in draft.given
-        names = Draft(
-            Place(schema, draft.place.at("propertyNames"), draft.place.base), frozenset(("string",)), {}, LEFT_OPEN
-        )
+        place = Place(schema, draft.place.at("propertyNames"), draft.place.base)
+        names = Draft(place, frozenset(("string",)), {}, LEFT_OPEN, self._room)
         if is_plain:
             for step in (hold_values, hold_strings):
                 step(names)
@@ -349,11 +376,15 @@ class _Holder:
             draft.drop("propertyNames", "it is not one enum or pattern, or stands beside named properties")
 
     def _only_names(self, draft: Draft, names: list[str], others: Held) -> None:
+        allowed = dict.fromkeys(names)
         properties = {
-            name: schema if name in names else False for name, schema in draft.out.get("properties", {}).items()
+            name: schema if name in allowed else False for name, schema in draft.out.get("properties", {}).items()
         }
-        draft.out["properties"] = properties | {name: others for name in names if name not in properties}
-        draft.out["additionalProperties"] = False
+        shared = self._share(others) if len(allowed) > 1 else others
+        added = {name: shared for name in allowed if name not in properties}
+        if draft.fits("propertyNames", added):
+            draft.out["properties"] = properties | added
+            draft.out["additionalProperties"] = False
 
     # Schemas of the same value
 
@@ -381,6 +412,8 @@ class _Holder:
             if None in opposites:
                 draft.drop("oneOf", "more than one of its schemas may match")
             else:
+                if len(parts) > 2:
+                    opposites = [self._share(opposite) for opposite in opposites]
                 held = [
                     {"allOf": [one, *(other for j, other in enumerate(opposites) if j != i)]}
                     for i, one in enumerate(held)
@@ -450,7 +483,8 @@ class _Holder:
         before = self.problems, self._names, dict(self._definitions)
         self.problems, self._names = {}, {}
         held = self._hold(Place(schema, place.path, place.base), None)
-        is_exact = not self.problems
+        added = [self._definitions[name] for name in self._definitions.keys() - before[2].keys()]
+        is_exact = not self.problems and self._room.takes([held, *added])
         self.problems, self._names = before[:2]
         if not is_exact:
             self._definitions = before[2]
@@ -469,8 +503,14 @@ def _open_names(draft: Draft) -> None:
 def _close(draft: Draft) -> None:
     if draft.closing.names is None:
         return
-    properties = draft.out.setdefault("properties", {})
-    for name in sorted(draft.closing.names - properties.keys()):
+    properties = draft.out.get("properties", {})
+    added = draft.closing.names - properties.keys()
+    if not draft.room.takes(["additionalProperties", added]):  # it is left open
+        if "unevaluatedProperties" in draft.given:
+            draft.drop("unevaluatedProperties", TOO_LONG)
+        return
+    draft.out["properties"] = properties
+    for name in sorted(added):
         properties[name] = True
     draft.out["additionalProperties"] = False
 

@@ -6,21 +6,30 @@ tool's schema. Where a call is asked for, the answer begins with it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
 
 from quire.errors import InvalidRequest
-from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json
+from quire.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, lark_json, schema_text
 from quire.text.reasoning import Opening, ReasoningFormat
 from quire.text.schemas import HeldSchema, hold_schema
 from quire.text.tool_formats import ToolFormat
 from quire.text.tool_prompts import NO_PARAMETERS
-from quire.text.tools import Tool, ToolChoice, ToolMode
+from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 ControlId = Callable[[str], int | None]  # the id of the control token with this text, if there is one
 _FIRST_CALL_LINE = 2  # of the source: a tool's rule stands on a line of its own, so that an error tells which it is
 _WHERE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
+_ANY_ARGUMENTS = {"type": "object"}
+
+
+class ToolsTooLarge(InvalidRequest):
+    def __init__(self, num_chars: int, loose: Sequence[int]) -> None:
+        rule = f"{num_chars} characters after rewriting, more than {MAX_SOURCE_CHARS}"
+        super().__init__(f"grammar: tools: their schemas are too large together: {rule}")
+        self.loose = loose  # of the tools that may be called, the largest that are not strict: without them it would do
 
 
 def answer_grammar(
@@ -37,17 +46,35 @@ def answer_grammar(
         return words
     writer = _Writer(tool_format, tools, choice, words, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
-    if len(source) > MAX_SOURCE_CHARS:
-        raise InvalidRequest(
-            f"tools of {len(tools)} schemas make a grammar of {len(source)} characters, more than {MAX_SOURCE_CHARS}"
-        )
+    if len(source) > MAX_SOURCE_CHARS and tools:
+        raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
     return Grammar(GrammarKind.LARK, source)
 
 
 def held_parameters(tool: Tool) -> HeldSchema:
     """What the arguments are held to. Raises SchemaNotHeld for a strict tool with a keyword that cannot be."""
     schema = {**(tool.parameters or NO_PARAMETERS), "type": "object"}
-    return hold_schema(schema, strict=tool.is_strict)
+    return _held(schema_text(schema), tool.is_strict)
+
+
+@functools.lru_cache(maxsize=MAX_TOOLS)
+def _held(schema: str, is_strict: bool) -> HeldSchema:
+    """Of one request it is asked for several times: what is not enforced, the grammar, and every other try."""
+    return hold_schema(json.loads(schema), strict=is_strict)
+
+
+def _largest_loose(tools: Sequence[Tool], excess: int) -> list[int]:
+    sizes = {
+        i: len(lark_json(held_parameters(tool).schema)) - len(lark_json(_ANY_ARGUMENTS))
+        for i, tool in enumerate(tools)
+        if not tool.is_strict and not tool.is_free
+    }
+    chosen: list[int] = []
+    for i in sorted(sizes, key=lambda i: -sizes[i]):
+        if excess > 0 and sizes[i] > 0:
+            chosen.append(i)
+            excess -= sizes[i]
+    return chosen
 
 
 def guilty_tool(error: str) -> int | None:
@@ -108,7 +135,7 @@ class _Writer:
         format = self._format
         for i, tool in enumerate(self._tools):
             head = json.dumps(f'{{"name": "{tool.name}", "{format.arguments}": ')
-            arguments = {"type": "object"} if tool.is_free else held_parameters(tool).schema
+            arguments = _ANY_ARGUMENTS if tool.is_free else held_parameters(tool).schema
             self._rules.append(f'call_{i}: {head} {lark_json(arguments)} "}}"')
         self._rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(self._tools)))}")
         is_single = format.is_single or self._choice.name is not None or not self._choice.is_parallel

@@ -171,7 +171,11 @@ def test_a_call_in_a_stream(client: OpenAI) -> None:
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", None),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "unsupported_value"),
         ({"max_output_tokens": 0}, "max_output_tokens", None),
-        ({"tools": [{**WEATHER, "parameters": {"properties": {"a": {"type": "x"}}}}]}, "tools[0].parameters.properties.a.type", None),
+        (
+            {"tools": [{**WEATHER, "parameters": {"properties": {"a": {"type": "x"}}}}]},
+            "tools[0].parameters.properties.a.type",
+            None,
+        ),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}, "strict": True}}},
             "text.format.schema.type",

@@ -62,6 +62,8 @@ def form(schema: Any, **more: Any) -> Any:
 ASKS: list[tuple[str, tuple[str, Any]]] = [
     ("response_format.json_schema.schema", chat(response_format=form(ODD))),
     ("response_format.json_schema.schema", completion(response_format=form(ODD))),
+    ("structured_outputs.json", chat(structured_outputs={"json": ODD})),
+    ("guided_json", completion(guided_json=ODD)),
     ("tools[1].function.parameters", chat(tools=[chat_tool("good", GOOD), chat_tool("odd", ODD)])),
     ("text.format.schema", response(text={"format": {"type": "json_schema", "name": "x", "schema": ODD}})),
     ("tools[0].parameters", response(tools=[{"type": "function", "name": "odd", "parameters": ODD}])),
@@ -83,8 +85,6 @@ def test_the_header_names_what_is_not_enforced(
 
 STRICT: list[tuple[str, tuple[str, Any]]] = [
     ("response_format.json_schema.schema", chat(response_format=form(ODD, strict=True))),
-    ("structured_outputs.json", chat(structured_outputs={"json": ODD})),
-    ("guided_json", completion(guided_json=ODD)),
     ("tools[1].function.parameters", chat(tools=[chat_tool("good", GOOD), chat_tool("odd", ODD, strict=True)])),
     ("tools[0].parameters", response(tools=[{"type": "function", "name": "o", "parameters": ODD, "strict": True}])),
     ("tools.0.input_schema", message(tools=[{"name": "odd", "input_schema": ODD, "strict": True}])),
@@ -130,6 +130,31 @@ def test_what_does_not_compile_is_refused_where_nothing_can_be_left_out(server: 
     answer = server.post(*chat(tools=[chat_tool("good", GOOD)], response_format=form(BROKEN)))
     assert answer.status == 400
     assert answer.json["error"]["param"] == "response_format.json_schema.schema"
+
+
+def wide(num_properties: int) -> Any:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)}}
+
+
+def test_of_tools_that_are_too_large_together_the_largest_loose_ones_are_freed(server: Server) -> None:
+    tools = [chat_tool("a", wide(100)), chat_tool("b", wide(1200)), chat_tool("c", wide(1300))]
+    answer = server.post(*chat(tools=tools))
+    assert answer.status == 200, answer.body
+    assert answer.headers[HEADER] == "tools[2].function.parameters"
+    answer = server.post(*chat(tools=[chat_tool(name, wide(1300), strict=True) for name in "ab"]))
+    assert answer.status == 400
+    told = answer.json["error"]["message"]
+    assert told.startswith("tools: their schemas are too large together: ")
+    assert told.endswith(" characters after rewriting, more than 65536")
+
+
+def test_what_is_wrong_with_a_shape_is_a_whole_sentence(server: Server) -> None:
+    answer = server.post(*chat(response_format=form({"enum": ["x" * 70_000]})))
+    told = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
+    assert (answer.status, answer.json["error"]["message"]) == (400, told)
+    answer = server.post(*chat(guided_json="{"))
+    told = "guided_json: it is neither a schema nor the JSON text of one"
+    assert (answer.status, answer.json["error"]["message"]) == (400, told)
 
 
 def test_a_long_list_of_names_ends_with_dots(server: Server) -> None:

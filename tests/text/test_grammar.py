@@ -33,8 +33,8 @@ def nested(depth: int) -> dict[str, Any]:
     ("kind", "source", "words"),
     [
         ("xml", "a", "kind 'xml'"),
-        (GrammarKind.REGEX, 5, "grammar = 5"),
-        (GrammarKind.REGEX, "a" * (MAX_SOURCE_CHARS + 1), "65537 characters"),
+        (GrammarKind.REGEX, 5, "grammar: source = 5 is not text"),
+        (GrammarKind.REGEX, "a" * (MAX_SOURCE_CHARS + 1), "grammar: it has 65537 characters, more than 65536"),
         (GrammarKind.REGEX, "a\ud800", "U+D800 at character 1"),
         (GrammarKind.REGEX, "a\\", "ends with a backslash"),
         (GrammarKind.REGEX, "a\\\\\\", "ends with a backslash"),

@@ -17,6 +17,7 @@ import pytest
 from quire.text import schema_refs
 from quire.text.grammar import json_schema_grammar
 from quire.text.schema_logic import MAX_TEXT_CHARS
+from quire.text.schema_sizes import MAX_GROWTH_CHARS, MAX_HELD_CHARS
 from quire.text.schemas import MAX_PATTERNS, HeldSchema, SchemaNotHeld, hold_schema
 from tests.schema_suite import allows, compiled, spellings, without
 
@@ -383,6 +384,10 @@ def defined(number: int) -> dict[str, Any]:
     return {"$ref": f"#/$defs/d{number}"}
 
 
+def nested(depth: int, around: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    return around(nested(depth - 1, around)) if depth else STR
+
+
 ALL_KEYWORDS = (
     *(
         "type",
@@ -414,14 +419,37 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "many places": {"contains": {"const": 1}, "maxItems": 2**31 - 1, "minContains": 10**6},
     "itself": {"not": {"$ref": "#"}, "if": {"$ref": "#"}, "then": False},
+    "names in names": nested(
+        8, lambda inner: obj(propertyNames={"enum": [f"n{i}" for i in range(20)]}, additionalProperties=inner)
+    ),
+    "places in places": nested(6, lambda inner: arr(contains=inner, maxItems=60)),
+    "few places in few places": nested(12, lambda inner: arr(contains=inner, maxItems=4)),
+    "orders of many values": {
+        "$defs": {"e": {"enum": list(range(512))}},
+        "properties": {f"a{i}": {"items": {"$ref": "#/$defs/e"}, "uniqueItems": True} for i in range(300)},
+    },
+    "orders": obj({f"a{i}": {"items": {"enum": ["x" * 50, 1, 2, 3]}, "uniqueItems": True} for i in range(300)}),
+    "formats": obj({f"a{i}": {"format": "hostname"} for i in range(800)}),
+    "formats and conditions": obj(
+        {f"a{i}": {"if": {"format": "hostname"}, "then": {"format": "date-time"}} for i in range(300)}
+    ),
+    "conditions": {
+        "$defs": {"e": {"enum": [f"{i}" * 20 for i in range(300)]}},
+        "properties": {f"a{i}": {"if": {"$ref": "#/$defs/e"}, "then": False} for i in range(500)},
+    },
+    "patterns": obj({f"a{i}": {"pattern": r"\s\S" * 30} for i in range(200)}),
+    "objects": obj({f"a{i}": obj({}) for i in range(1200)}),
+    "choices of names": {**obj({"a" * 200 + str(i): {} for i in range(60)}), "minProperties": 59},
     "no schema at all": {keyword: [{}, 1, "x"] for keyword in ALL_KEYWORDS},
 }
 
 
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_schemas_cost_little(schema: dict[str, Any]) -> None:
-    """What would take for ever is given up and named. The bar is of steps, not of seconds: it ends."""
-    assert hold_schema(schema).schema is not None
+    """What would take for ever is given up and named. The bar is of steps and sizes, not of seconds: it ends."""
+    held = hold_schema(schema)
+    num_given, num_held = len(json.dumps(schema)), len(json.dumps(held.schema))
+    assert num_held <= min(MAX_HELD_CHARS, num_given + MAX_GROWTH_CHARS + 8_000)  # some for names and references
 
 
 def test_a_schema_that_is_given_up_is_named_as_a_whole() -> None:
@@ -578,3 +606,53 @@ def test_a_pattern_of_a_class_without_characters_is_named_in_words() -> None:
         assert "pattern" not in held.schema["properties"]["a"]
         with pytest.raises(SchemaNotHeld, match=r"properties\.a\.pattern cannot be enforced: \\B stands for no"):
             hold_schema(obj({"a": {**STR, "pattern": pattern}}), strict=True)
+
+
+DAYS = {"items": {"enum": ["monday", "tuesday", "wednesday", "thursday", "friday"]}, "uniqueItems": True}
+
+
+def test_ordinary_schemas_do_not_grow_too_large() -> None:
+    held = hold_schema(obj({f"p{i}": arr(**DAYS) for i in range(6)}))
+    assert [one.path for one in held.unenforced] == [f"properties.p{i}.uniqueItems" for i in range(6)]
+    assert len(json.dumps(held.schema)) < 1500
+    for name in ("date-time", "hostname", "email"):
+        held = hold_schema(obj({f"p{i}": {**STR, "format": name} for i in range(150)}))
+        assert held.unenforced == ()
+        assert len(json.dumps(held.schema)) < 15_000
+
+
+def test_a_keyword_beyond_the_room_is_named_and_those_before_are_held() -> None:
+    colors = {"items": {"enum": ["red", "green", "blue", "x" * 40]}, "uniqueItems": True}
+    schema = obj({f"p{i}": arr(**colors) for i in range(20)})
+    held = hold_schema(schema)
+    paths = [one.path for one in held.unenforced]
+    assert 0 < len(paths) < 20
+    assert paths == [f"properties.p{i}.uniqueItems" for i in range(20 - len(paths), 20)]
+    assert {one.why for one in held.unenforced} == {"the schema is too long with it"}
+    with pytest.raises(SchemaNotHeld, match=rf"{paths[0]} cannot be enforced: the schema is too long with it"):
+        hold_schema(schema, strict=True)
+
+
+def test_formats_are_shared_and_held_all_the_same() -> None:
+    schema = obj({"a": {**STR, "format": "date"}, "b": {"format": "date"}, "c": {**STR, "format": "email"}})
+    matcher = compiled(hold_schema(schema).schema)
+    assert allows(matcher, '{"a": "2024-02-29", "b": "2023-02-28", "c": "a@b.de"}')
+    assert allows(matcher, '{"b": 7}')
+    assert not allows(matcher, '{"a": "2023-02-29"}')
+    assert not allows(matcher, '{"b": "2023-02-29"}')
+    assert not allows(matcher, '{"c": "a@' + "b" * 64 + '.de"}')
+
+
+def test_a_schema_that_many_names_or_places_have_is_written_once() -> None:
+    value = obj({"x": {**STR, "maxLength": 3}}, required=["x"])
+    names = obj(propertyNames={"enum": [f"n{i}" for i in range(20)]}, additionalProperties=value)
+    places = arr(contains=value, maxItems=10)
+    for schema, right, wrong in (
+        (names, '{"n1": {"x": "a"}, "n2": {"x": "b"}}', '{"n1": {"x": "abcd"}}'),
+        (places, '[1, {"x": "a"}]', '[1, {"x": "abcd"}]'),
+    ):
+        held = hold_schema(schema)
+        assert held.unenforced == ()
+        assert json.dumps(held.schema).count("maxLength") == 1
+        assert allows(compiled(held.schema), right)
+        assert not allows(compiled(held.schema), wrong)

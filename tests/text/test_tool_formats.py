@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import IN_WORDS, TOOL_FORMATS, CallParser, find_tool_format
-from quire.text.tool_grammars import answer_grammar, guilty_tool, held_parameters
+from quire.text.tool_grammars import ToolsTooLarge, answer_grammar, guilty_tool, held_parameters
 from quire.text.tool_prompts import fitting_id
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.text.tool_templates import HERMES, PLAIN, TEMPLATES, THINKING
@@ -499,9 +500,27 @@ def test_many_tools_find_their_line() -> None:
             assert number is not None
             assert f'\\"{tools[number].name}\\"' in text
     assert guilty_tool("grammar: at 1(1): x") is guilty_tool("grammar: no place") is None
-    large = Tool("large", "", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
-    with pytest.raises(InvalidRequest, match="tools of 1 schemas make a grammar of"):
-        answer_grammar(IN_WORDS, (large,), AUTO, None, None, control_id)
+
+
+def wide(name: str, num_properties: int, *, is_strict: bool = True) -> Tool:
+    properties = {f"p{i}": {"type": "string"} for i in range(num_properties)}
+    return Tool(name, "", {"type": "object", "properties": properties}, is_strict=is_strict)
+
+
+def test_tools_that_are_too_large_together_say_which_are_to_be_freed() -> None:
+    tools = [wide("a", 200, is_strict=False), wide("b", 1500), wide("c", 900, is_strict=False), wide("d", 700)]
+    rule = r"^grammar: tools: their schemas are too large together: \d+ characters after rewriting, more than 65536$"
+    with pytest.raises(ToolsTooLarge, match=rule) as caught:
+        answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id)
+    assert caught.value.loose == [2]
+    tools[2] = replace(tools[2], is_free=True)
+    assert answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id) is not None
+
+
+def test_the_schema_of_a_tool_is_held_once() -> None:
+    tool = wide("f", 3)
+    assert held_parameters(tool) is held_parameters(replace(wide("g", 3)))
+    assert held_parameters(tool) is not held_parameters(replace(tool, is_strict=False))
 
 
 def test_a_schema_without_what_constrains_nothing_and_without_room_for_more() -> None:

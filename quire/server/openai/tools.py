@@ -209,7 +209,7 @@ def unknown_format(field: str, given: str) -> InvalidRequest:
 
 def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
     if (schema := given.json) is not None:
-        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema))
+        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=False)
     if (pattern := given.regex) is not None:
         yield f"{prefix}regex", lambda: regex_grammar(pattern)
     if (choices := given.choice) is not None:
@@ -228,5 +228,5 @@ def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         schema = None
     if not isinstance(schema, dict):
-        raise InvalidRequest("grammar is neither a schema nor the JSON text of one")
+        raise InvalidRequest("grammar: it is neither a schema nor the JSON text of one")
     return schema

@@ -1,0 +1,48 @@
+"""How much longer rewriting may make a JSON schema. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: what a grammar may have
+MAX_GROWTH_CHARS = 32_000
+MAX_COUNTED_CHARS = 10 * MAX_GROWTH_CHARS  # in all that was tried: what does not fit was counted, too
+
+
+class Room:
+    """Characters that may still be added to a schema."""
+
+    def __init__(self, num_given: int) -> None:
+        self._num_left = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - num_given))
+        self._num_to_count = MAX_COUNTED_CHARS
+
+    def takes(self, added: object) -> bool:
+        """Whether there is room for its JSON, which is then taken."""
+        most = min(self._num_left, self._num_to_count)
+        size = num_chars(added, most)
+        self._num_to_count -= min(size, most)
+        if size > most:
+            return False
+        self._num_left -= size
+        return True
+
+
+def num_chars(value: object, most: int) -> int:
+    """At least the length of its JSON. Counting stops beyond `most`: parts that are shared may stand for very many."""
+    total, rest = 0, [value]
+    while rest and total <= most:
+        one = rest.pop()
+        if isinstance(one, Mapping):
+            total += 2 + sum(len(_text(key)) + 4 for key in one)
+            rest.extend(one.values())
+        elif isinstance(one, list | tuple | frozenset):
+            total += 2 + 2 * len(one)
+            rest.extend(one)
+        else:
+            total += len(_text(one))
+    return total
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
