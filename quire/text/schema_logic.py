@@ -66,24 +66,27 @@ class Budget:
     def __init__(self, num_steps: int = MAX_STEPS) -> None:
         self._num_left = num_steps
 
-        self._listed: dict[int, tuple[Mapping[str, Any], _Values | None]] = {}
+        self._allowed: dict[int, tuple[Mapping[str, Any], _Allowed]] = {}
 
     def take(self, num_steps: int = 1, *, num_values: int = 0) -> bool:
         self._num_left -= num_steps + num_values // VALUES_PER_STEP
         return self._num_left >= 0
 
-    def values_of(self, schema: Mapping[str, Any]) -> _Values | None:
-        """Values that a schema lists. They are kept, with the schema: only while that is there its id is its own."""
-        if id(schema) not in self._listed:
-            values = _values(schema)
-            found = None if values is None else _Values(frozenset(values), frozenset(map(kind_of, values.values())))
-            self._listed[id(schema)] = schema, found
-        return self._listed[id(schema)][1]
+    def allowed_by(self, schema: Mapping[str, Any]) -> _Allowed:
+        """It is kept, and the schema with it: only while that is there its id is its own."""
+        if id(schema) not in self._allowed:
+            kinds, values = kinds_of(schema), _values(schema)
+            if values is not None:
+                kinds &= frozenset(map(kind_of, values.values()))
+            self._allowed[id(schema)] = schema, _Allowed(kinds, None if values is None else frozenset(values))
+        return self._allowed[id(schema)][1]
 
 
-class _Values(NamedTuple):
-    texts: frozenset[str]  # canonical ones
+class _Allowed(NamedTuple):
+    """By `type`, `enum` and `const` of one schema."""
+
     kinds: frozenset[str]
+    values: frozenset[str] | None  # canonical ones; None: any of these kinds
 
 
 def kind_of(value: object) -> str:
@@ -268,7 +271,7 @@ def _is_split(parts: Sequence[Side], other: Side, depth: int) -> bool:
 
 def _parts(side: Side, depth: int = 0) -> list[Side]:
     """Schemas that a value of this one all matches."""
-    if not isinstance(side.schema, Mapping) or depth > MAX_DEPTH or not side.budget.take():
+    if not isinstance(side.schema, Mapping) or depth > MAX_DEPTH or (depth and not side.budget.take()):
         return []
     parts = [side]
     inner = side.schema.get("allOf")
@@ -284,17 +287,14 @@ def _are_plainly_disjoint(one: Side, other: Side, depth: int) -> bool:
     a, b = one.schema, other.schema
     assert isinstance(a, Mapping)
     assert isinstance(b, Mapping)
-    ours, theirs = one.budget.values_of(a), one.budget.values_of(b)
-    if ours is not None and theirs is not None:
-        if not one.budget.take(num_values=min(len(ours.texts), len(theirs.texts))):
+    ours, theirs = one.budget.allowed_by(a), one.budget.allowed_by(b)
+    if ours.values is not None and theirs.values is not None:
+        if not one.budget.take(num_values=min(len(ours.values), len(theirs.values))):
             return False
-        if ours.texts.isdisjoint(theirs.texts):
+        if ours.values.isdisjoint(theirs.values):
             return True
-    common = kinds_of(a) & kinds_of(b)
-    for values in (ours, theirs):
-        if values is not None:
-            common &= values.kinds
-    return all(_is_kind_disjoint(kind, one, other, depth) for kind in common)
+    common = ours.kinds & theirs.kinds
+    return common.isdisjoint(("null", "boolean")) and all(_is_kind_disjoint(kind, one, other, depth) for kind in common)
 
 
 def are_told_apart(schemas: Sequence[object]) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
+from urllib.parse import urljoin
 
 import jsonschema_rs
 import llguidance
@@ -459,7 +460,7 @@ def test_a_schema_that_is_given_up_is_named_as_a_whole() -> None:
 
 # Schemas whose work grows with a product of their parts. What cannot be found out in time is named.
 USERS = {f"a{i}": {"$ref": "#/$defs/A", "type": "object"} for i in range(800)}
-MANY_NAMES = {f"n{i}": {} for i in range(2500)}
+MANY_NAMES: dict[str, Any] = {f"n{i}": {} for i in range(2500)}
 PRODUCTS: dict[str, tuple[dict[str, Any], str]] = {
     "users of many schemas": ({"$defs": {"A": {"allOf": [{}] * 4000}}, "properties": USERS}, ""),
     "users of schemas with names": (
@@ -534,12 +535,11 @@ def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) ->
 
 def test_a_long_address_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     num_chars = 0
-    join = schema_refs.urljoin
 
     def counting(base: str, url: str) -> str:
         nonlocal num_chars
         num_chars += len(base) + len(url)
-        return join(base, url)
+        return urljoin(base, url)
 
     monkeypatch.setattr(schema_refs, "urljoin", counting)
     users = {f"a{i}": {"$ref": "x"} for i in range(1500)}
