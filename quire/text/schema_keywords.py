@@ -66,13 +66,15 @@ class Draft:
 
     def one_of(self, keyword: str, kind: str, options: Iterable[Held]) -> None:
         """The keyword means: values of this kind match one of the options; those of other kinds pass."""
-        if self.room.is_used_up:
-            self.drop(keyword, TOO_LONG)
-            return
         others = [one for one in KINDS if one != kind and one in self.kinds]
-        written = [*options, *([{"type": others}] if others else [])]
-        if self.fits(keyword, written):
-            self.extra.append({"anyOf": written})
+        written: list[Held] = [{"type": others}] if others else []
+        num_left = self.room.num_left
+        for option in options:
+            if not self.fits(keyword, option):
+                self.room.num_left = num_left
+                return
+            written.append(option)
+        self.extra.append({"anyOf": written})
 
     def count(self, keyword: str) -> int | None:
         """The value of a keyword like maxLength."""
