@@ -64,11 +64,17 @@ class Draft:
             self.drop(keyword, TOO_LONG)
         return is_small
 
-    def one_of(self, keyword: str, kind: str, options: list[Held]) -> None:
+    def one_of(self, keyword: str, kind: str, options: Iterable[Held]) -> None:
         """The keyword means: values of this kind match one of the options; those of other kinds pass."""
         others = [one for one in KINDS if one != kind and one in self.kinds]
-        if self.fits(keyword, options):
-            self.extra.append({"anyOf": [*options, *([{"type": others}] if others else [])]})
+        written: list[Held] = [{"type": others}] if others else []
+        num_left = self.room.num_left
+        for option in options:
+            if not self.fits(keyword, option):
+                self.room.num_left = num_left
+                return
+            written.append(option)
+        self.extra.append({"anyOf": written})
 
     def count(self, keyword: str) -> int | None:
         """The value of a keyword like maxLength."""
@@ -304,13 +310,13 @@ def hold_contains(draft: Draft, item: Held, other: Held | None) -> None:
             draft.drop("contains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), least)
-            draft.one_of("contains", "array", [_items_at(one, item, True, one[-1] + 1) for one in places])
+            draft.one_of("contains", "array", (_items_at(one, item, True, one[-1] + 1) for one in places))
     if most is not None and (size is None or size > most):
         if size is None or other is None or size > MAX_OPTIONS or math.comb(size, most) > MAX_OPTIONS:
             draft.drop("maxContains", "an array without a small maxItems has too many places for it")
         else:
             places = itertools.combinations(range(size), most)
-            draft.one_of("maxContains", "array", [_items_at(one, True, other, 0, size) for one in places])
+            draft.one_of("maxContains", "array", (_items_at(one, True, other, 0, size) for one in places))
 
 
 def _items_at(chosen: tuple[int, ...], item: Held, other: Held, least: int, size: int | None = None) -> Held:
@@ -334,8 +340,8 @@ def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
             draft.out["minProperties"] = least
         elif is_whole and is_closed and math.comb(len(optional), missing := least - len(required)) <= MAX_OPTIONS:
             choices = itertools.combinations(optional, missing)
-            options = [{"type": "object", "required": list(chosen)} for chosen in choices]
-            draft.one_of("minProperties", "object", options)
+            needed = ({"type": "object", "required": list(chosen)} for chosen in choices)
+            draft.one_of("minProperties", "object", needed)
         else:
             draft.drop("minProperties", "too many properties are optional")
     if most is not None and not (is_whole and is_closed and most >= len(required) + len(optional)):
@@ -343,7 +349,7 @@ def hold_property_counts(draft: Draft, *, is_whole: bool) -> None:
             draft.out["maxProperties"] = most
         elif is_whole and is_closed and math.comb(len(optional), room := max(0, most - len(required))) <= MAX_OPTIONS:
             choices = itertools.combinations(optional, len(optional) - room)
-            options = [{"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices]
-            draft.one_of("maxProperties", "object", options)
+            missed = ({"type": "object", "properties": dict.fromkeys(chosen, False)} for chosen in choices)
+            draft.one_of("maxProperties", "object", missed)
         else:
             draft.drop("maxProperties", "too many properties are optional")

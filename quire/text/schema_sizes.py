@@ -7,24 +7,28 @@ from collections.abc import Mapping
 
 MAX_HELD_CHARS = 64 * 1024  # of a rewritten schema: what a grammar may have
 MAX_GROWTH_CHARS = 32_000
-MAX_COUNTED_CHARS = 10 * MAX_GROWTH_CHARS  # in all that was tried: what does not fit was counted, too
+MAX_COUNTED_CHARS = 5 * MAX_GROWTH_CHARS  # in all that was tried: what does not fit was counted, too
 
 
 class Room:
     """Characters that may still be added to a schema."""
 
     def __init__(self, num_given: int) -> None:
-        self._num_left = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - num_given))
+        self.num_left = max(0, min(MAX_GROWTH_CHARS, MAX_HELD_CHARS - num_given))
         self._num_to_count = MAX_COUNTED_CHARS
 
-    def takes(self, added: object) -> bool:
-        """Whether there is room for its JSON, which is then taken."""
-        most = min(self._num_left, self._num_to_count)
+    @property
+    def is_used_up(self) -> bool:
+        return self.num_left <= 0 or self._num_to_count <= 0
+
+    def takes(self, added: object, *, num_taken: int = 0) -> bool:
+        """Whether there is room for its JSON, which is then taken. `num_taken`: what parts of it have taken already."""
+        most = min(self.num_left + num_taken, self._num_to_count)
         size = num_chars(added, most)
         self._num_to_count -= min(size, most)
         if size > most:
             return False
-        self._num_left -= size
+        self.num_left -= max(0, size - num_taken)
         return True
 
 

@@ -262,6 +262,7 @@ class _Holder:
             self._contains(draft)
 
     def _contains(self, draft: Draft) -> None:
+        before = dict(self._definitions), self._room.num_left, len(draft.extra)
         place = draft.place.child("contains")
         item = self._exactly(place.schema, place)
         if item is None:
@@ -269,6 +270,8 @@ class _Holder:
             return
         opposite = self._opposite(place) if "maxContains" in draft.given else None
         hold_contains(draft, self._share(item), None if opposite is None else self._share(opposite))
+        if len(draft.extra) == before[2]:
+            self._definitions, self._room.num_left = before[:2]
 
     def _unevaluated_items(self, draft: Draft) -> None:
         others = ("allOf", "$ref", "$dynamicRef", "if", "contains", "not", "anyOf", "oneOf")
@@ -480,14 +483,17 @@ class _Holder:
 
         With definitions of its own: one that was made before may leave out something.
         """
+        if self._room.is_used_up:
+            return None
         before = self.problems, self._names, dict(self._definitions)
+        num_left = self._room.num_left
         self.problems, self._names = {}, {}
         held = self._hold(Place(schema, place.path, place.base), None)
         added = [self._definitions[name] for name in self._definitions.keys() - before[2].keys()]
-        is_exact = not self.problems and self._room.takes([held, *added])
+        is_exact = not self.problems and self._room.takes([held, *added], num_taken=num_left - self._room.num_left)
         self.problems, self._names = before[:2]
         if not is_exact:
-            self._definitions = before[2]
+            self._definitions, self._room.num_left = before[2], num_left
         return held if is_exact else None
 
 

@@ -132,16 +132,19 @@ def test_what_does_not_compile_is_refused_where_nothing_can_be_left_out(server: 
     assert answer.json["error"]["param"] == "response_format.json_schema.schema"
 
 
-def wide(num_properties: int) -> Any:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)}}
+def wide(num_arrays: int) -> Any:
+    """A schema that is some 9,000 characters longer by each array, once it is rewritten."""
+    items = {"enum": [letter * 40 for letter in "abcd"]}
+    array = {"type": "array", "items": items, "uniqueItems": True}
+    return {"type": "object", "properties": {f"p{i}": array for i in range(num_arrays)}}
 
 
 def test_of_tools_that_are_too_large_together_the_largest_loose_ones_are_freed(server: Server) -> None:
-    tools = [chat_tool("a", wide(100)), chat_tool("b", wide(1200)), chat_tool("c", wide(1300))]
+    tools = [chat_tool("a", wide(2)), chat_tool("b", wide(3)), chat_tool("c", {**wide(3), "required": ["p0"]})]
     answer = server.post(*chat(tools=tools))
     assert answer.status == 200, answer.body
     assert answer.headers[HEADER] == "tools[2].function.parameters"
-    answer = server.post(*chat(tools=[chat_tool(name, wide(1300), strict=True) for name in "ab"]))
+    answer = server.post(*chat(tools=[chat_tool(name, wide(3), strict=True) for name in "abc"]))
     assert answer.status == 400
     told = answer.json["error"]["message"]
     assert told.startswith("tools: their schemas are too large together: ")

@@ -508,7 +508,7 @@ def wide(name: str, num_properties: int, *, is_strict: bool = True) -> Tool:
 
 
 def test_tools_that_are_too_large_together_say_which_are_to_be_freed() -> None:
-    tools = [wide("a", 200, is_strict=False), wide("b", 1500), wide("c", 900, is_strict=False), wide("d", 700)]
+    tools = [wide("a", 200, is_strict=False), wide("b", 1200), wide("c", 900, is_strict=False), wide("d", 700)]
     rule = r"^grammar: tools: their schemas are too large together: \d+ characters after rewriting, more than 65536$"
     with pytest.raises(ToolsTooLarge, match=rule) as caught:
         answer_grammar(IN_WORDS, tools, AUTO, None, None, control_id)
