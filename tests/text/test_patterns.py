@@ -90,7 +90,8 @@ def test_a_class_with_what_is_no_character(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", [r"[a-\p{L}]", r"[\p{L}-a]", r"[\d-\B]", r"[\b-\d]", r"[a-\b]", r"[--\S]"])
 def test_odd_ranges_are_held_or_named(pattern: str) -> None:
     held = hold_pattern(pattern)
-    assert held.problem or compiled({"type": "string", "pattern": held.sources[0]})
+    if not held.problem:
+        compiled({"type": "string", "pattern": held.sources[0]})
 
 
 @pytest.mark.parametrize(

@@ -524,10 +524,14 @@ def with_few_calls(work: Callable[[], HeldSchema], at_most: int = 1_000_000) -> 
 
 @pytest.mark.parametrize(("schema", "named"), PRODUCTS.values(), ids=PRODUCTS)
 def test_the_work_for_a_schema_is_bounded(schema: dict[str, Any], named: str) -> None:
-    schema = json.loads(json.dumps(schema))  # every part an object of its own
+    source = json.dumps(schema)
+    schema = json.loads(source)  # every part an object of its own
     held = with_few_calls(lambda: hold_schema(schema))
     paths = [one.path for one in held.unenforced]
-    assert named in paths if named else "$" not in paths
+    if paths == ["$"]:  # it is given up as a whole, after as little work
+        assert len(source) > MAX_HELD_CHARS
+        return
+    assert not named or named in paths
     if named:
         with pytest.raises(SchemaNotHeld):
             hold_schema(schema, strict=True)
