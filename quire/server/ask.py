@@ -48,6 +48,7 @@ class Ask:
     cache_ttl_s: float = 300.0
     breakpoints: tuple[Breakpoint, ...] = ()
     wants_cache: bool = False  # show what the cache gave, and why not more
+    switches_thinking: bool = False  # by a field `enable_thinking`, which a template may not know
     ignored: tuple[str, ...] = ()  # what the client sent and has no effect: named in x-quire-ignored-fields
     unenforced: tuple[str, ...] = ()  # schema keywords the answer is not held to: named in x-quire-unenforced
 

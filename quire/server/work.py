@@ -142,8 +142,9 @@ class Work:
         chat = self._chat
         if chat is None:
             return []
-        unknown = self._service.text.template.unknown_args(chat.template_args)
-        return [f"chat_template_kwargs.{name}" for name in unknown]
+        template = self._service.text.template
+        names = [f"chat_template_kwargs.{name}" for name in template.unknown_args(chat.template_args)]
+        return [*names, "enable_thinking"] if self.ask.switches_thinking and template.switch is None else names
 
     @property
     def pinned_tokens(self) -> int:

@@ -16,7 +16,6 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.cache_view import CacheView
-from quire.server.call import IGNORED
 from quire.server.openai.encoding import (
     StreamEncoder,
     bill,
@@ -87,8 +86,6 @@ async def chat_completions(call: Call) -> Response:
 
 async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Response:
     work = await call.open(ask)
-    if body.enable_thinking is not None and call.service.text.template.switch is None:
-        call.note(IGNORED, ("enable_thinking",))
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
         encoder = chat_stream(
@@ -117,7 +114,8 @@ def parse_chat(body: ChatCompletionRequest) -> Ask:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
         ask = ask_of(body, (chat,), params, _breakpoints(body))
-        return with_unenforced(replace(ask, ignored=(*ask.ignored, *ignored)), shape_field(body))
+        ask = replace(ask, ignored=(*ask.ignored, *ignored), switches_thinking=body.enable_thinking is not None)
+        return with_unenforced(ask, shape_field(body))
 
 
 def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:

@@ -62,7 +62,6 @@ def params_of(
     with in_their_words(names):
         if max_tokens == 0 and not may_be_empty:
             raise InvalidRequest("max_tokens = 0 is not at least 1, or -1 for no limit; completions take 0")
-        shape = parse_shape(body)
         return GenerationParams(
             temperature=body.temperature,
             top_k=0 if body.top_k == -1 else body.top_k,
@@ -83,7 +82,7 @@ def params_of(
             skip_special=_or(body.skip_special_tokens, True),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar=None if shape is None else shape.grammar,
+            grammar=parse_shape(body),
         )
 
 

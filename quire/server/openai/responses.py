@@ -12,7 +12,6 @@ from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.ask import Ask
-from quire.server.call import IGNORED
 from quire.server.errors import ApiError, Kind
 from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.openai.parsing import in_their_words
@@ -60,8 +59,6 @@ async def responses(call: Call) -> Response:
 
 async def _respond(call: Call, body: ResponsesRequest, ask: Ask) -> Response:
     work = await call.open(ask)
-    if body.enable_thinking is not None and call.service.text.template.switch is None:
-        call.note(IGNORED, ("enable_thinking",))
     reply = Reply(work, body)
     if ask.is_streaming:
         return await call.stream(work, reply.events())

@@ -16,7 +16,7 @@ from quire.server.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_wor
 from quire.server.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.openai.responses_types import ITEMS, LOGPROBS, UNSUPPORTED, InputItem, InputPart, ResponsesRequest
 from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import make_shape, unknown_format
+from quire.server.openai.tools import make_grammar, unknown_format
 from quire.server.openai.tools import shape_field as body_shape_field
 from quire.server.shapes import with_unenforced
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
@@ -61,9 +61,11 @@ def parse_responses(body: ResponsesRequest) -> Ask:
         if (shape := _text_shape(body)) is not None:
             if (other := body_shape_field(body)) is not None:
                 raise InvalidRequest(f"{other} and text.format exclude each other")
-            params = replace(params, grammar=make_shape(*shape).grammar)
+            params = replace(params, grammar=make_grammar(*shape))
         ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
-        ask = replace(ask, ignored=(*ask.ignored, *ignored), unenforced=unenforced)
+        ignored = (*ask.ignored, *ignored)
+        thinking = body.enable_thinking is not None
+        ask = replace(ask, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)
         return with_unenforced(ask, shape_field(body))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -32,13 +32,6 @@ from quire.text.grammar import (
 from quire.text.tools import MAX_CALL_ID_CHARS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
 
 _FORMATS = ("text", "json_object", "json_schema")
-
-
-class Shape(NamedTuple):
-    """What an answer must look like, and the field that says so."""
-
-    field: str
-    grammar: Grammar
 
 
 def parse_tools(body: ChatCompletionRequest) -> tuple[tuple[Tool, ...], ToolChoice, tuple[str, ...]]:
@@ -120,10 +113,10 @@ def _call(call: MessageToolCall, path: str) -> ToolCall:
 _Make = tuple[str, Callable[[], Grammar]]  # the field that asks for a shape, and the shape
 
 
-def parse_shape(body: GenerationBody) -> Shape | None:
-    """One of the ways to ask for it."""
+def parse_shape(body: GenerationBody) -> Grammar | None:
+    """What the answer must look like, by one of the ways to ask for it."""
     found = _asked(body)
-    return None if found is None else make_shape(*found)
+    return None if found is None else make_grammar(*found)
 
 
 def shape_field(body: GenerationBody) -> str | None:
@@ -131,9 +124,10 @@ def shape_field(body: GenerationBody) -> str | None:
     return None if found is None else found[0]
 
 
-def make_shape(field: str, make: Callable[[], Grammar]) -> Shape:
+def make_grammar(field: str, make: Callable[[], Grammar]) -> Grammar:
+    """Raises ApiError that names the field."""
     try:
-        return Shape(field, make())
+        return make()
     except InvalidRequest as error:
         raise shape_error(field, error) from None
 
