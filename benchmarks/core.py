@@ -31,7 +31,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.wire import Add, pack, to_worker
-from quire.engine.worker import MAX_LOOKED_AT
+from quire.engine.worker.worker import MAX_LOOKED_AT
 
 CONTEXT = 2048
 SMALLEST_STEP_MS = (

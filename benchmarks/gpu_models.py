@@ -122,7 +122,7 @@ def measure_cycles(server: Server) -> None:
 
 
 def workers(server: Server) -> set[int]:
-    return {pid for pid in children(server.process.pid) if "quire.engine.worker" in command_line(pid)}
+    return {pid for pid in children(server.process.pid) if "quire.engine.worker.worker" in command_line(pid)}
 
 
 def kill_one(server: Server) -> None:

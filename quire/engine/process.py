@@ -193,7 +193,7 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
     """With -P, so that no module of the current folder is run; what a library prints goes to stderr."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.worker", str(fd)],
+        [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd)],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=STDERR,

@@ -36,7 +36,7 @@ from quire.engine.wire import (
     from_worker,
     pack,
 )
-from quire.engine.worker import QUESTIONS, Observer, Worker
+from quire.engine.worker.worker import QUESTIONS, Observer, Worker
 from quire.errors import InvariantViolation
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
@@ -116,7 +116,7 @@ class Audits:
         self.is_held = False  # the next one is to stop after its first slice
         self.held = threading.Semaphore(0)  # released when it does
         self.go_on = threading.Semaphore(0)
-        monkeypatch.setattr("quire.engine.worker.audit", self._watch)
+        monkeypatch.setattr("quire.engine.worker.worker.audit", self._watch)
 
     def _watch(self, scheduler: Scheduler, *, max_blocks: int) -> Iterator[None]:
         self.num_begun += 1
@@ -156,7 +156,7 @@ def test_a_broken_law_is_counted_and_the_cache_is_given_up(
 
 
 def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.05)
+    monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.05)
     done = Audits(monkeypatch).done
     with working() as (peer, _):
         assert not done.acquire(timeout=0.2)  # nothing has happened
@@ -171,8 +171,8 @@ def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> No
 
 def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
     """An audit of many slices that has come to the end of the first."""
-    monkeypatch.setattr("quire.engine.worker.MAX_LOOKED_AT", 4)
-    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("quire.engine.worker.worker.MAX_LOOKED_AT", 4)
+    monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.01)
     audits = Audits(monkeypatch)
     audits.is_held = True
     peer.answer(1, tuple(range(20)))
@@ -183,7 +183,7 @@ def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
 def test_a_request_is_served_before_the_audit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with working() as (peer, _):
         audits = held_audit(monkeypatch, peer)
-        monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", LIMIT_S)
+        monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", LIMIT_S)
         peer.ask(2, (7,) * 10)
         audits.go_on.release()
         peer.until_answered()

@@ -28,7 +28,7 @@ from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.process import WorkerProcess
 from quire.engine.wire import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker import MAX_PATIENCE_S, Observer, Worker
+from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage
 from tests.waiting import HANG_S, eventually, num_switches
@@ -417,7 +417,7 @@ def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
 
 def test_the_client_does_not_import_torch() -> None:
     script = (
-        "import sys, quire.engine.client, quire.engine.worker\n"
+        "import sys, quire.engine.client, quire.engine.worker.worker\n"
         "heavy = {'torch', 'numpy', 'gguf'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -504,7 +504,7 @@ def test_a_step_in_flight_is_judged_by_its_own_time(monkeypatch: pytest.MonkeyPa
 def test_the_first_steps_of_a_run_are_not_learned_from(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They load libraries and compile. Two sizes are known after the warm-up: a prompt and a decode."""
     clock = iter([0.0, 60.0] + [70.0 + 0.01 * count for count in range(100)])
-    monkeypatch.setattr("quire.engine.worker.time.monotonic", lambda: next(clock, 80.0))
+    monkeypatch.setattr("quire.engine.worker.worker.time.monotonic", lambda: next(clock, 80.0))
     worker, _, _ = watched(has_overlap=has_overlap)
     assert len(worker._pace._sizes) == 2
     assert 0 < worker._pace.predict_s(Work(1000, 1000.0)) < 1.0
@@ -626,7 +626,7 @@ def ask(request_id: int) -> Add:
 
 
 def test_a_runner_prepares_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)  # this channel does not sleep
+    monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.0)  # this channel does not sleep
     runner, channel = _Preparing(num_pieces=6), _Script({3: ask(1), 9: ask(2)}, num_calls=30)
     tokens = serve_script(runner, channel)
     assert len(tokens) == 10
@@ -640,7 +640,7 @@ def test_a_runner_prepares_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failure_to_prepare_ends_preparing_not_serving(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire.engine.worker.AUDIT_AFTER_S", 0.0)
+    monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.0)
     runner, channel = _Preparing(num_pieces=6, failing=3), _Script({5: ask(1)}, num_calls=30)
     assert len(serve_script(runner, channel)) == 5
     assert runner.num_calls == 3

@@ -154,7 +154,7 @@ class Server:
 
     @property
     def worker_pid(self) -> int:
-        (pid,) = [child for child in children(self.process.pid) if "quire.engine.worker" in command_line(child)]
+        (pid,) = [child for child in children(self.process.pid) if "quire.engine.worker.worker" in command_line(child)]
         return pid
 
     def stop(self) -> int:

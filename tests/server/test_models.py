@@ -67,7 +67,7 @@ def wait_state(server: Server, wanted: str) -> None:
 
 
 def workers(server: Server) -> list[int]:
-    return [pid for pid in children(server.process.pid) if "quire.engine.worker" in command_line(pid)]
+    return [pid for pid in children(server.process.pid) if "quire.engine.worker.worker" in command_line(pid)]
 
 
 def load_anew(server: Server, name: str) -> int:

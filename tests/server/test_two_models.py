@@ -53,7 +53,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def workers(server: Server) -> set[int]:
-    return {pid for pid in children(server.process.pid) if "quire.engine.worker" in command_line(pid)}
+    return {pid for pid in children(server.process.pid) if "quire.engine.worker.worker" in command_line(pid)}
 
 
 def processes(server: Server) -> list[int]:

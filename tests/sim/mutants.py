@@ -504,7 +504,7 @@ MUTANTS = (
     ),
     _mutant(
         "an audit goes on after a change",
-        "engine/worker.py",
+        "engine/worker/worker.py",
         "        self._is_audited = False\n        self._audit = None\n",
         "        self._is_audited = False\n",
         "tests/engine/test_audit.py",

@@ -1,7 +1,7 @@
 """The process that holds one model: reads orders from its socket, steps the engine, writes what came of it.
 
 Sleeps in `select` while there is nothing to do, never waits for a reader, and ends when the other side goes away.
-Started by the client as `python -m quire.engine.worker FD`.
+Started by the client as `python -m quire.engine.worker.worker FD`.
 """
 
 from __future__ import annotations
