@@ -23,7 +23,6 @@ from quire.engine.link import Hook, Link
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
-from quire.engine.process import HANG_LIMIT_S
 from quire.engine.wire import (
     Blocks,
     BlocksViewed,
@@ -43,6 +42,7 @@ from quire.engine.wire import (
     UnpinCache,
     ViewBlocks,
 )
+from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied
 
 MAX_BACKOFF_S = 30.0

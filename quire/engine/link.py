@@ -13,7 +13,6 @@ from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.generation import Generation
 from quire.engine.params import GenerationRequest
-from quire.engine.process import WorkerProcess
 from quire.engine.wire import (
     Add,
     Answer,
@@ -37,6 +36,7 @@ from quire.engine.wire import (
     Stepped,
     Working,
 )
+from quire.engine.worker.process import WorkerProcess
 from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 
 LOAD_LIMIT_S = 180.0  # of silence while loading: libraries from a cold disk, then the largest tensor

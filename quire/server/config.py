@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.core.request import Priority
 from quire.engine.build import EngineConfig
-from quire.engine.process import HANG_LIMIT_S
+from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
 from quire.text.tool_formats import find_tool_format
 

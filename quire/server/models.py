@@ -23,8 +23,8 @@ from quire.core.request import Priority
 from quire.engine.client import EngineClient
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
-from quire.engine.process import HANG_LIMIT_S
 from quire.engine.wire import Ready, Stepped
+from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import (
     InvalidRequest,
     MissingExtra,

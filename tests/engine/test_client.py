@@ -247,7 +247,7 @@ def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeyp
         async with client(tiny_model, backend="fake") as engine:
             generation = await engine.submit(request(engine, max_tokens=2000))
             with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.process.MAX_UNSENT", 1)
+                patch.setattr("quire.engine.worker.process.MAX_UNSENT", 1)
                 with pytest.raises(QueueFull):
                     await engine.submit(request(engine))
                 generation.cancel()

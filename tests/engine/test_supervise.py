@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from quire.engine.client import EngineClient
-from quire.engine.process import WorkerProcess
 from quire.engine.wire import Failed, GetStats, Stepped, Working, pack
+from quire.engine.worker.process import WorkerProcess
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, run, until
 from tests.waiting import HANG_S
@@ -93,7 +93,7 @@ def test_what_a_worker_said_last_is_heard_though_it_left_orders_unread(monkeypat
         command = [sys.executable, "-c", script, str(fd), pack(Failed("InvariantViolation", "why")).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> None:
         news: list[Any] = []
@@ -199,7 +199,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tiny_model: Path, monke
                 raise BlockingIOError("no process left")
 
             with monkeypatch.context() as patch:
-                patch.setattr("quire.engine.process._spawn", fail)
+                patch.setattr("quire.engine.worker.process._spawn", fail)
                 kill(engine)
                 await until(lambda: engine._num_early_deaths >= 2)
                 with pytest.raises(WorkerDied, match="no process left"):
@@ -282,7 +282,7 @@ def test_a_worker_that_announced_a_long_step_moves(monkeypatch: pytest.MonkeyPat
         command = [sys.executable, "-c", script, str(fd), pack(Working(77.0)).hex(), pack(Stepped(())).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> list[float]:
         news: list[Any] = []

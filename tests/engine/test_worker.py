@@ -26,8 +26,8 @@ from quire.engine.engine import Engine
 from quire.engine.model import ModelText
 from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.process import WorkerProcess
 from quire.engine.wire import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker.process import WorkerProcess
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage
@@ -543,7 +543,7 @@ def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatc
         command = [sys.executable, "-c", LOUD, str(fd), first.hex(), pack(Stepped(())).hex()]
         return subprocess.Popen(command, pass_fds=[fd])
 
-    monkeypatch.setattr("quire.engine.process._spawn", spawn)
+    monkeypatch.setattr("quire.engine.worker.process._spawn", spawn)
 
     async def work() -> tuple[list[Any], list[str]]:
         news: list[Any] = []
