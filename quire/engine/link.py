@@ -11,7 +11,6 @@ from pathlib import Path
 from quire import errors
 from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
-from quire.engine.generation import Generation
 from quire.engine.params import GenerationRequest
 from quire.engine.wire import (
     Add,
@@ -36,6 +35,7 @@ from quire.engine.wire import (
     Stepped,
     Working,
 )
+from quire.engine.worker.generation import Generation
 from quire.engine.worker.process import WorkerProcess
 from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority
-from quire.engine.generation import Generation
 from quire.engine.model import ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest
+from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
 from quire.server.ask import Ask
 from quire.server.auth import Key

@@ -10,11 +10,11 @@ import pytest
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import FinishReason
 from quire.engine.engine import EngineOutput
-from quire.engine.generation import Generation
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta
 from quire.engine.params import GenerationParams
 from quire.engine.wire import Started
+from quire.engine.worker.generation import Generation
 from quire.errors import RequestFailed, WorkerDied
 from tests.engine.serving import collect, run
 
