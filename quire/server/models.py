@@ -20,10 +20,10 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
-from quire.engine.client import EngineClient
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
 from quire.engine.wire import Ready, Stepped
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import (
     InvalidRequest,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.core.request import Priority
-from quire.engine.client import EngineClient
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.errors import ContextTooLong, TemplateError
 from quire.server.ask import Ask, Breakpoint, Prompt

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.engine.build import EngineConfig
-from quire.engine.client import EngineClient
 from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.wire import Stats
+from quire.engine.worker.client import EngineClient
 from tests.waiting import HANG_S
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ import pytest
 from quire.backends.fake import run_alone
 from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority
-from quire.engine.client import EngineClient
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.wire import Stepped
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.errors import InvalidRequest, QueueFull
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage

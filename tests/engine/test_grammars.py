@@ -16,13 +16,13 @@ import pytest
 
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine import grammars as grammars_module
-from quire.engine.client import EngineClient
 from quire.engine.compiling import Compilations
 from quire.engine.grammars import Grammars, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.wire import Add
+from quire.engine.worker.client import EngineClient
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
     Grammar,

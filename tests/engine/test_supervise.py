@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.client import EngineClient
 from quire.engine.wire import Failed, GetStats, Stepped, Working, pack
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, run, until
@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_loaded_the_first_time_is_an_error(tiny_model: Pa
 def test_a_model_that_cannot_be_loaded_again_is_tried_until_it_can(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.client.MAX_BACKOFF_S", 0.1)
+    monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
 
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_until_it_can(
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.client.MAX_BACKOFF_S", 0.1)
+    monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 0.1)
 
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):
@@ -211,7 +211,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tiny_model: Path, monke
 
 
 def test_a_close_does_not_wait_for_a_pause(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.client.MAX_BACKOFF_S", 10 * HANG_S)
+    monkeypatch.setattr("quire.engine.worker.client.MAX_BACKOFF_S", 10 * HANG_S)
 
     async def work() -> None:
         async with supervised(tiny_model) as (engine, watching):

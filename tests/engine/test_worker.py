@@ -21,12 +21,12 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Gone
-from quire.engine.client import EngineClient
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
 from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.wire import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
@@ -259,7 +259,7 @@ def test_deaths_in_a_row_are_waited_for_and_a_close_in_between_is_final(
                 pid = engine.worker_pid
                 assert pid is not None
                 with monkeypatch.context() as patch:
-                    patch.setattr("quire.engine.client.asyncio.sleep", note)
+                    patch.setattr("quire.engine.worker.client.asyncio.sleep", note)
                     os.kill(pid, signal.SIGKILL)
                     while engine._num_early_deaths < num_deaths:
                         await sleep(0.01)
@@ -396,7 +396,7 @@ def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
         "from quire.engine.build import EngineConfig\n"
-        "from quire.engine.client import EngineClient\n"
+        "from quire.engine.worker.client import EngineClient\n"
         "from quire.engine.model import ModelText\n"
         "async def main():\n"
         "    path = Path(sys.argv[1])\n"
@@ -417,7 +417,7 @@ def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
 
 def test_the_client_does_not_import_torch() -> None:
     script = (
-        "import sys, quire.engine.client, quire.engine.worker.worker\n"
+        "import sys, quire.engine.worker.client, quire.engine.worker.worker\n"
         "heavy = {'torch', 'numpy', 'gguf'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

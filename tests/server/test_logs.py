@@ -198,7 +198,7 @@ def test_one_logger_does_not_silence_another(logs: Callable[..., io.StringIO]) -
     stream = logs()
     for _ in range(100):
         logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
-    logging.getLogger("quire.engine.client").error("the worker died")
+    logging.getLogger("quire.engine.worker.client").error("the worker died")
     assert [line["logger"] for line in entries(stream)].count("uvicorn.error") == MAX_LINES_PER_S
     assert entries(stream)[-1]["message"] == "the worker died"
 
