@@ -18,7 +18,6 @@ from quire.core.block_map import BlocksView
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, Scheduling
-from quire.engine.link import Hook, Link
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
@@ -42,6 +41,7 @@ from quire.engine.wire import (
     ViewBlocks,
 )
 from quire.engine.worker.generation import Generation
+from quire.engine.worker.link import Hook, Link
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied
 
