@@ -30,7 +30,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.wire import Add, pack, to_worker
+from quire.engine.worker.protocol import Add, pack, to_worker
 from quire.engine.worker.worker import MAX_LOOKED_AT
 
 CONTEXT = 2048

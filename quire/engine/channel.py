@@ -10,7 +10,16 @@ import time
 
 import msgspec
 
-from quire.engine.wire import MAX_UNSENT, FrameReader, FrameWriter, FromWorker, Refused, ToWorker, pack, to_worker
+from quire.engine.worker.protocol import (
+    MAX_UNSENT,
+    FrameReader,
+    FrameWriter,
+    FromWorker,
+    Refused,
+    ToWorker,
+    pack,
+    to_worker,
+)
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from quire.engine.grammars import Compiled, Grammars
-from quire.engine.wire import Add
+from quire.engine.worker.protocol import Add
 from quire.errors import QueueFull, QuireError, RequestFailed
 
 MAX_COMPILING = 256  # requests; a new grammar takes milliseconds, a hostile one two seconds

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from quire.core.request import Priority
 from quire.engine.manager import ModelState, Seat
-from quire.engine.wire import Ready, Stats, Stepped
+from quire.engine.worker.protocol import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
 from quire.server.records import RequestRecord

@@ -22,9 +22,9 @@ from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
 from quire.engine.manager import Manager, ModelState, Needs, Seat
 from quire.engine.model import ModelText
-from quire.engine.wire import Ready, Stepped
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.protocol import Ready, Stepped
 from quire.errors import (
     InvalidRequest,
     MissingExtra,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.engine.build import Scheduling
-from quire.engine.wire import Stats
+from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import IGNORED, Call
 from quire.server.models import Model, Models

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.engine.wire import Stepped
+from quire.engine.worker.protocol import Stepped
 from quire.server.records import RequestRecord
 
 RECENT_S = 300.0

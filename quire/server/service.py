@@ -18,9 +18,9 @@ from functools import partial
 from quire.core.request import Priority
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
-from quire.engine.wire import Stepped
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
+from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
 from quire.server.ask import Ask, Breakpoint, Prompt
 from quire.server.auth import Key

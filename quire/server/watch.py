@@ -18,7 +18,7 @@ from msgspec import Meta
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.engine.wire import Blocks, Stats
+from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind

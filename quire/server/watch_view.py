@@ -18,8 +18,8 @@ from quire import __version__
 from quire.core.block_map import BlocksView, CellRun
 from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
-from quire.engine.wire import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
 from quire.engine.worker.generation import Generation
+from quire.engine.worker.protocol import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
 from quire.server.auth import Key
 from quire.server.models import Model
 from quire.server.pulse import Ttft

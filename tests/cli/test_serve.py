@@ -21,7 +21,7 @@ from quire.cli import loading
 from quire.cli.serve import announce
 from quire.cli.serve_models import read_file
 from quire.engine.build import EngineConfig
-from quire.engine.wire import Ready
+from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.run import Startup
 from tests.cli.runs import quire_each

@@ -12,8 +12,8 @@ from quire.engine.build import EngineConfig
 from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.wire import Stats
 from quire.engine.worker.client import EngineClient
+from quire.engine.worker.protocol import Stats
 from tests.waiting import HANG_S
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from quire.core.scheduler import Scheduler
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.channel import Channel, Gone
 from quire.engine.engine import Engine
-from quire.engine.wire import (
+from quire.engine.worker.protocol import (
     Add,
     Begun,
     Cancel,

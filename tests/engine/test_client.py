@@ -15,9 +15,9 @@ from quire.core.prefix import StopReason
 from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
-from quire.engine.wire import Stepped
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
+from quire.engine.worker.protocol import Stepped
 from quire.errors import InvalidRequest, QueueFull
 from tests.engine.serving import SLOW, client, request, run, stats, until, usage
 

@@ -21,8 +21,8 @@ from quire.engine.grammars import Grammars, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.wire import Add
 from quire.engine.worker.client import EngineClient
+from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
     Grammar,

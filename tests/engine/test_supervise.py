@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.wire import Failed, GetStats, Stepped, Working, pack
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
+from quire.engine.worker.protocol import Failed, GetStats, Stepped, Working, pack
 from quire.errors import LostBeforeStart, ModelFileError, WorkerDied
 from tests.engine.serving import SLOW, client, request, run, until
 from tests.waiting import HANG_S

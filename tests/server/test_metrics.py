@@ -15,7 +15,7 @@ from quire.backends.base import Capacity, RunnerFacts
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason, Priority
 from quire.engine.engine import EngineOutput
-from quire.engine.wire import Ready, Stats, Stepped, TierStats
+from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics

@@ -21,7 +21,10 @@ from quire.engine.build import EngineConfig, Scheduling
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
-from quire.engine.wire import (
+from quire.engine.worker.generation import Generation
+from quire.engine.worker.link import Hook, Link
+from quire.engine.worker.process import HANG_LIMIT_S
+from quire.engine.worker.protocol import (
     Blocks,
     BlocksViewed,
     CacheAnswer,
@@ -40,9 +43,6 @@ from quire.engine.wire import (
     UnpinCache,
     ViewBlocks,
 )
-from quire.engine.worker.generation import Generation
-from quire.engine.worker.link import Hook, Link
-from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest, QueueFull, QuireError, WorkerDied
 
 MAX_BACKOFF_S = 30.0

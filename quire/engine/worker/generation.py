@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from quire.core.prefix import CacheExplanation
 from quire.engine.outputs import Answers, Delta, GenerationOutput
-from quire.engine.wire import Started
+from quire.engine.worker.protocol import Started
 from quire.errors import QuireError
 
 

@@ -12,7 +12,9 @@ from quire import errors
 from quire.engine.build import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
-from quire.engine.wire import (
+from quire.engine.worker.generation import Generation
+from quire.engine.worker.process import WorkerProcess
+from quire.engine.worker.protocol import (
     Add,
     Answer,
     Begun,
@@ -35,8 +37,6 @@ from quire.engine.wire import (
     Stepped,
     Working,
 )
-from quire.engine.worker.generation import Generation
-from quire.engine.worker.process import WorkerProcess
 from quire.errors import LostBeforeStart, QueueFull, QuireError, RequestFailed, WorkerDied
 
 LOAD_LIMIT_S = 180.0  # of silence while loading: libraries from a cold disk, then the largest tensor

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.wire import (
+from quire.engine.worker.protocol import (
     MAX_UNSENT,
     Cancel,
     Finish,

@@ -30,7 +30,7 @@ from quire.engine.compiling import SIGN_OF_LIFE_S, Compilations
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.grammars import Compiled, Grammars, open_grammars
 from quire.engine.pace import NO_WORK, Pace, Work, work_of
-from quire.engine.wire import (
+from quire.engine.worker.protocol import (
     MAX_RUNNING_TOLD,
     Add,
     Begun,
