@@ -20,11 +20,11 @@ from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.build import EngineConfig, make_scheduler
-from quire.engine.channel import Gone
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
 from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.worker.channel import Gone
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
