@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
-from quire.engine.pace import KEPT, NO_WORK, Pace, work_of
+from quire.engine.worker.step_estimate import KEPT, NO_WORK, Pace, work_of
 
 Slices = Sequence[tuple[int, int]]  # of each: where it starts, how many tokens it computes
 

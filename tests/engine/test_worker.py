@@ -22,12 +22,12 @@ from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingPar
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
-from quire.engine.pace import Pace, Work
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.channel import Gone
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker.step_estimate import Pace, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage

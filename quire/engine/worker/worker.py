@@ -28,7 +28,6 @@ from quire.engine.collector import calm_collector
 from quire.engine.compiling import SIGN_OF_LIFE_S, Compilations
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.grammars import Compiled, Grammars, open_grammars
-from quire.engine.pace import NO_WORK, Pace, Work, work_of
 from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.protocol import (
     MAX_RUNNING_TOLD,
@@ -63,6 +62,7 @@ from quire.engine.worker.protocol import (
     ViewBlocks,
     Working,
 )
+from quire.engine.worker.step_estimate import NO_WORK, Pace, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 AUDIT_AFTER_S = 1.0  # without work
