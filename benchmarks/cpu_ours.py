@@ -16,8 +16,8 @@ from cpu_child import SLACK_TOKENS, Task
 from quire.core.block import BLOCK_SIZE
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, make_engine
-from quire.engine.collector import calm_collector
 from quire.engine.engine import Engine, EngineOutput
+from quire.engine.worker.garbage_collection import calm_collector
 
 WARM_UP = -1  # its number
 WARM_UP_TOKENS = 16

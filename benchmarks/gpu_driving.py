@@ -15,8 +15,8 @@ from gpu_workloads import Scale, Workload, write_shape
 
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
-from quire.engine.collector import calm_collector
 from quire.engine.engine import Engine, EngineOutput
+from quire.engine.worker.garbage_collection import calm_collector
 
 
 @dataclass(frozen=True, slots=True)
