@@ -16,12 +16,12 @@ import pytest
 
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine import grammars as grammars_module
-from quire.engine.compiling import Compilations
 from quire.engine.grammars import Grammars, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient
+from quire.engine.worker.grammar_queue import Compilations
 from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
@@ -231,7 +231,7 @@ def test_a_model_without_an_end_cannot_follow_a_grammar(tokenizer: Tokenizer) ->
 
 
 def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.compiling.MAX_COMPILING", 2)
+    monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 2)
     waiting = Compilations(grammars, lambda: None)
     for number in (1, 2, 3):
         prompt, grammar = PackedPrompt.of((1,)), regex_grammar(f"w{number}")
