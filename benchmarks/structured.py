@@ -22,7 +22,7 @@ from typing import Any
 from quire.core.request import SamplingParams
 from quire.engine.build import EngineConfig, make_engine
 from quire.engine.engine import Engine
-from quire.engine.grammars import Compiled, Grammars, open_grammars
+from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, lark_grammar, regex_grammar
 from quire.weights.hub import resolve

@@ -16,10 +16,10 @@ from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
 from quire.engine.build import EngineConfig, make_engine
 from quire.engine.engine import EngineOutput
-from quire.engine.grammars import Compiled, Grammars
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.structured.grammars import Compiled, Grammars
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve

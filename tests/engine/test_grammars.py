@@ -15,11 +15,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
-from quire.engine import grammars as grammars_module
-from quire.engine.grammars import Grammars, open_grammars
 from quire.engine.llm import LLM
 from quire.engine.outputs import GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.structured import grammars as grammars_module
+from quire.engine.structured.grammars import Grammars, open_grammars
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.grammar_queue import Compilations
 from quire.engine.worker.protocol import Add

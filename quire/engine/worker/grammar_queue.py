@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from quire.engine.grammars import Compiled, Grammars
+from quire.engine.structured.grammars import Compiled, Grammars
 from quire.engine.worker.protocol import Add
 from quire.errors import QueueFull, QuireError, RequestFailed
 

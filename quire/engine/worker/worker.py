@@ -25,7 +25,7 @@ from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.grammars import Compiled, Grammars, open_grammars
+from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, Compilations
