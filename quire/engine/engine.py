@@ -12,8 +12,8 @@ from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
-from quire.engine.masking import GrammarFailed, Masking, Matcher
 from quire.engine.params import PinPrefix
+from quire.engine.structured.masks import GrammarFailed, Masking, Matcher
 from quire.errors import InvalidRequest, QuireError
 
 MAX_FAILED_STEPS = 3  # in a row: then it is not the requests

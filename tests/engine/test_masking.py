@@ -15,7 +15,7 @@ from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.build import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.masking import GrammarFailed, Masking
+from quire.engine.structured.masks import GrammarFailed, Masking
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 4
@@ -261,7 +261,7 @@ def test_masks_are_made_beside_a_device_and_before_a_processor(has_overlap: bool
 
 def test_a_grammar_that_is_slow_token_after_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000))
-    monkeypatch.setattr("quire.engine.masking.time.thread_time", lambda: next(times) * 0.15)
+    monkeypatch.setattr("quire.engine.structured.masks.time.thread_time", lambda: next(times) * 0.15)
     engine = make()
     engine.add(1, [1, 2], SamplingParams(max_tokens=20), matcher=Toy(1, 30))
     (*_, last) = drain(engine)[1]
@@ -284,7 +284,7 @@ def test_masks_of_many_rows_come_from_several_threads() -> None:
 
 
 def test_one_thread_for_those_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.masking.usable_cores", lambda: 4)
+    monkeypatch.setattr("quire.engine.structured.masks.usable_cores", lambda: 4)
     masking, engine = Masking(), make(num_blocks=100)
     toys = {number: Toy(number, 9) for number in range(1, 9)}
     for number, toy in toys.items():

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
-from quire.engine.masking import GrammarFailed, Matcher
 from quire.engine.model import make_tokenizer
+from quire.engine.structured.masks import GrammarFailed, Matcher
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ class _LLCompiled:
 
 
 class _LLMatcher:
-    """`quire.engine.masking.Matcher`, by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
+    """`quire.engine.structured.masks.Matcher`, by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
 
     __slots__ = ("_mask_bytes", "_matcher", "family")
 

@@ -16,7 +16,7 @@ from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
 from quire.engine.build import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.masking import Matcher
+from quire.engine.structured.masks import Matcher
 
 
 @dataclass
