@@ -11,11 +11,11 @@ import llguidance
 import pytest
 
 from quire.core.request import FinishReason
-from quire.engine import grammar_trial
 from quire.engine.llm import LLM
 from quire.engine.outputs import Completion
 from quire.engine.params import MAX_LOGPROBS, GenerationParams
 from quire.engine.structured import grammars as grammars_module
+from quire.engine.structured import trial as grammar_trial
 from quire.engine.structured.grammars import Grammars
 from quire.engine.structured.masks import Matcher
 from quire.text.grammar import json_schema_grammar

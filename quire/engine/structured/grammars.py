@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.engine.grammar_trial import GrammarTrial, Vocabulary, tell
 from quire.engine.model import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
+from quire.engine.structured.trial import GrammarTrial, Vocabulary, tell
 from quire.errors import InvalidRequest, MissingExtra, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_style
 from quire.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from quire.text.child import Child, Died, NoAnswer, TooSlow
 COMPILE_LIMIT_S = 2.0  # of a core
 FIRST_MASK_LIMIT_S = 0.1  # of a core: what is slow before the first token does not get faster
 WAIT_LIMIT_S = 120.0  # for an answer: the machine may be busy with steps
-_CHILD = Path(__file__).with_name("grammar_child.py")
+_CHILD = Path(__file__).with_name("trial_child.py")
 
 
 @dataclass(frozen=True, slots=True)
