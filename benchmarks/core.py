@@ -28,7 +28,7 @@ from quire.core.policy import Fair
 from quire.core.request import PackedPrompt, Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.protocol import Add, pack, to_worker
 from quire.engine.worker.worker import MAX_LOOKED_AT

@@ -15,7 +15,7 @@ from cpu_child import SLACK_TOKENS, Task
 
 from quire.core.block import BLOCK_SIZE
 from quire.core.request import SamplingParams
-from quire.engine.build import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.worker.garbage_collection import calm_collector
 

@@ -14,7 +14,7 @@ import torch
 from gpu_workloads import Scale, Workload, write_shape
 
 from quire.core.request import SamplingParams
-from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.worker.garbage_collection import calm_collector
 

@@ -61,7 +61,7 @@ def say(what: str, **values: float) -> None:
 def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
     logging.basicConfig(level=logging.INFO)  # says where the time goes
     from quire.core.request import SamplingParams
-    from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
+    from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
     from quire.engine.engine import Engine
 
     config = EngineConfig(

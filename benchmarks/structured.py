@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.core.request import SamplingParams
-from quire.engine.build import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.errors import InvalidRequest

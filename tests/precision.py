@@ -34,7 +34,7 @@ from quire.backends.torch.layers import Linear
 from quire.backends.torch.runner import TorchRunner
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
-from quire.engine.build import EngineConfig, make_engine, make_runner
+from quire.engine.composition import EngineConfig, make_engine, make_runner
 from quire.engine.llm import as_chat
 from quire.engine.model import ModelText
 from quire.weights.hub import resolve

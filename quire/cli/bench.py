@@ -169,7 +169,7 @@ def _options_named() -> Iterator[None]:
 
 def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> BenchReport:
     """The model in this process is closed before the server starts: there may be no memory for two."""
-    from quire.engine.build import EngineConfig
+    from quire.engine.composition import EngineConfig
 
     begun_s = time.perf_counter()
     EngineConfig(max_seqs=config.max_seqs, **settings)  # refuses what can never work

@@ -127,7 +127,7 @@ def engine_settings(
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if settings:
-        from quire.engine.build import EngineConfig
+        from quire.engine.composition import EngineConfig
 
         with options_named():
             EngineConfig(**settings)

@@ -218,7 +218,7 @@ def _serve(options: dict[str, Any]) -> None:
 
 def make_config(options: dict[str, Any]) -> ServeConfig:
     """Of what was given. Refuses what can never work before a model is fetched."""
-    from quire.engine.build import EngineConfig
+    from quire.engine.composition import EngineConfig
     from quire.server.config import ServeConfig
 
     kv_memory = options["kv_memory"]

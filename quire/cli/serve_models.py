@@ -15,7 +15,7 @@ from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
 if TYPE_CHECKING:
-    from quire.engine.build import EngineConfig
+    from quire.engine.composition import EngineConfig
     from quire.server.config import ModelConfig
 
 # Of one model in the file -> a field of EngineConfig.

@@ -14,7 +14,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
-from quire.engine.build import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import EngineOutput
 from quire.engine.model import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput

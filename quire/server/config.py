@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from quire.core.request import Priority
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
 from quire.text.tool_formats import find_tool_format

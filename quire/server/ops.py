@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire import __version__
-from quire.engine.build import Scheduling
+from quire.engine.composition import Scheduling
 from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import IGNORED, Call

@@ -10,7 +10,7 @@ import pytest
 from quire.backends import pool
 from quire.backends.base import BackendOptions
 from quire.backends.pool import CPU_CAP, CPU_SHARE, DEFAULT_MAX_BLOCKS, PoolRequest
-from quire.engine.build import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, make_engine
 from quire.errors import InvalidRequest
 
 GIB = 1 << 30

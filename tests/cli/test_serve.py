@@ -20,7 +20,7 @@ from quire.backends.pool import CPU_CAP, CPU_SHARE
 from quire.cli import loading
 from quire.cli.serve import announce
 from quire.cli.serve_models import read_file
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.run import Startup

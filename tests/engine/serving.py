@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.model import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest

@@ -15,7 +15,7 @@ from quire.backends.fake import FakeRunner
 from quire.core.check import audit
 from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.protocol import (

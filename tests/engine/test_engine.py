@@ -17,7 +17,7 @@ from quire.core.policy import Fcfs
 from quire.core.request import FinishReason, PackedPrompt, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
-from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOutput
 from quire.engine.params import PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest

@@ -13,7 +13,7 @@ from quire.backends.base import Capacity, TokenMasks
 from quire.backends.fake import FakeRunner, Fold, choose_token, digest
 from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.masks import GrammarFailed, Masking
 

@@ -19,7 +19,7 @@ from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationParams, GenerationRequest
@@ -395,7 +395,7 @@ def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
     script = (
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
-        "from quire.engine.build import EngineConfig\n"
+        "from quire.engine.composition import EngineConfig\n"
         "from quire.engine.worker.client import EngineClient\n"
         "from quire.engine.model import ModelText\n"
         "async def main():\n"
@@ -520,7 +520,7 @@ def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> No
         sizes.append(num_blocks)
         return KVCacheManager(num_blocks, *args, **options)
 
-    monkeypatch.setattr("quire.engine.build.KVCacheManager", make_cache)
+    monkeypatch.setattr("quire.engine.composition.KVCacheManager", make_cache)
     worker.warm_up()
     assert sizes == [4]  # 8 tokens of prompt and 2 of answer, and the null block
 

@@ -16,7 +16,7 @@ import pytest
 
 from quire.cli.serve import options_named
 from quire.cli.serve_models import list_models
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.manager import Manager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig

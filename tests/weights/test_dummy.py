@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.request import SamplingParams
-from quire.engine.build import EngineConfig, make_engine
+from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.llm import LLM
 from quire.engine.model import ModelText
 from quire.engine.params import GenerationParams

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire import errors
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation

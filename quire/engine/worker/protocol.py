@@ -14,7 +14,7 @@ from quire.core.block_map import BlocksView, CellRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import PackedPrompt, Priority, SamplingParams
-from quire.engine.build import EngineConfig
+from quire.engine.composition import EngineConfig
 from quire.engine.engine import EngineOutput
 from quire.engine.params import PinPrefix
 from quire.text.grammar import Grammar

@@ -23,7 +23,7 @@ from quire.core.check import audit
 from quire.core.events import Admitted, Event, Preempted
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.step import StepPlan
-from quire.engine.build import EngineConfig, import_backend, make_engine, make_scheduler
+from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.channel import Channel, Gone

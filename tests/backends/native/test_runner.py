@@ -18,7 +18,7 @@ from quire.backends.native.runner import NativeRunner
 from quire.backends.sampling import BROKEN
 from quire.core.request import SamplingParams
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
-from quire.engine.build import EngineConfig, make_runner
+from quire.engine.composition import EngineConfig, make_runner
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.config import spec_from_config
 from quire.weights.names import expected_tensors

@@ -12,7 +12,7 @@ from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS
-from quire.engine.build import EngineConfig, make_scheduler
+from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.weights.opening import open_checkpoint
 from tests.backends.torch.kernels.device import DEVICE

@@ -14,7 +14,7 @@ from quire.backends.fake import FakeRunner
 from quire.core.check import check_scheduler
 from quire.core.request import Priority, SamplingParams
 from quire.core.step import StepPlan, TokenLogprobs
-from quire.engine.build import EngineConfig, make_engine, make_scheduler
+from quire.engine.composition import EngineConfig, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.masks import Matcher
 
