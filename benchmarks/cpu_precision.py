@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tests` is not installed
 
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from tests.precision import (
     Native,
     Passage,

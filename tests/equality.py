@@ -19,7 +19,7 @@ from typing import Any
 
 from quire.core.request import Priority, Request
 from quire.engine.llm import as_chat
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from tests.backends.torch.rig import Answer, Rig
 

@@ -36,7 +36,7 @@ from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 from quire.engine.composition import EngineConfig, make_engine, make_runner
 from quire.engine.llm import as_chat
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import Activation

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.llm import as_chat
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams
 from quire.weights.names import expected_tensors
 from quire.weights.opening import open_checkpoint

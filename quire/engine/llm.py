@@ -16,7 +16,7 @@ from quire.core.kv_cache import CacheStats
 from quire.core.request import FinishReason
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import EngineOutput
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.structured.grammars import Compiled, Grammars

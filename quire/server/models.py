@@ -21,7 +21,7 @@ from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
 from quire.engine.manager import Manager, ModelState, Needs, Seat
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.engine.worker.protocol import Ready, Stepped

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.core.request import Priority
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation

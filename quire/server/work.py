@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from quire.core.prefix import CacheExplanation
 from quire.core.request import FinishReason, Priority
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation

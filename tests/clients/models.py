@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.weights.hub import DEFAULT_MODEL, resolve
 
 FACTOR = 4

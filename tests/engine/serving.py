@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.engine.composition import EngineConfig
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Delta
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.client import EngineClient

@@ -10,7 +10,7 @@ import pytest
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import FinishReason
 from quire.engine.engine import EngineOutput
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta
 from quire.engine.params import GenerationParams
 from quire.engine.worker.generation import Generation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.engine import EngineOutput
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers
 from quire.engine.params import GenerationParams
 from quire.text.answers import CallStart, PlainAnswer, Thought, Words

@@ -21,7 +21,7 @@ from quire.core.kv_cache import KVCacheManager
 from quire.core.request import FinishReason, PackedPrompt, Priority, SamplingParams
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.worker.channel import Gone
 from quire.engine.worker.client import EngineClient
@@ -397,7 +397,7 @@ def test_a_worker_does_not_outlive_its_parent(tiny_model: Path) -> None:
         "from pathlib import Path\n"
         "from quire.engine.composition import EngineConfig\n"
         "from quire.engine.worker.client import EngineClient\n"
-        "from quire.engine.model import ModelText\n"
+        "from quire.engine.model_text import ModelText\n"
         "async def main():\n"
         "    path = Path(sys.argv[1])\n"
         "    client = EngineClient(path, ModelText.open(path), EngineConfig(num_blocks=50))\n"

@@ -9,7 +9,7 @@ import pytest
 from quire.core.request import SamplingParams
 from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.llm import LLM
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, ModelFileError, ModelNotFound
 from quire.weights.names import check_tensors, expected_tensors

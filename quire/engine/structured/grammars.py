@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.engine.model import make_tokenizer
+from quire.engine.model_text import make_tokenizer
 from quire.engine.structured.masks import GrammarFailed, Matcher
 from quire.engine.structured.trial import GrammarTrial, Vocabulary, tell
 from quire.errors import InvalidRequest, MissingExtra, QuireError

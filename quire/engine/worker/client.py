@@ -18,7 +18,7 @@ from quire.core.block_map import BlocksView
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.core.request import SamplingParams
 from quire.engine.composition import EngineConfig, Scheduling
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.generation import Generation

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.backends.native.runner import NativeRunner
 from quire.core.request import Priority
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from tests.backends.native.references import RoundedReference
 from tests.backends.native.test_models import SHAPES, check
 from tests.backends.torch.families import FAMILIES

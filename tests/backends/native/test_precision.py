@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.engine.model import ModelText
+from quire.engine.model_text import ModelText
 from tests.precision import (
     WHOLE,
     Model,
