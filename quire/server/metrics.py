@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.request import Priority
-from quire.engine.manager import ModelState, Seat
+from quire.engine.model_manager import ModelState, Seat
 from quire.engine.worker.protocol import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind

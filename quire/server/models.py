@@ -1,6 +1,6 @@
 """The models of this server, loaded or not: which one a request means, and how it comes to be loaded.
 
-Knows no protocol. What goes and stays is the manager's to decide (`quire/engine/manager.py`).
+Knows no protocol. What goes and stays is the manager's to decide (`quire/engine/model_manager.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
-from quire.engine.manager import Manager, ModelState, Needs, Seat
+from quire.engine.model_manager import Manager, ModelState, Needs, Seat
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from quire.engine.manager import Manager, ModelState, Needs, Seat
+from quire.engine.model_manager import Manager, ModelState, Needs, Seat
 from quire.errors import LoadFailed, ModelFileError, ModelTooLarge
 from tests.waiting import VirtualLoop
 
@@ -306,7 +306,7 @@ def test_failures_in_a_row_are_tried_the_more_slowly(monkeypatch: pytest.MonkeyP
             slept.extend([delay_s] if delay_s else [])
             await sleep(0)
 
-        monkeypatch.setattr("quire.engine.manager.asyncio.sleep", note)
+        monkeypatch.setattr("quire.engine.model_manager.asyncio.sleep", note)
         for _ in range(9):
             with pytest.raises(LoadFailed, match="RuntimeError: bug"):
                 await rig.hold("a")

@@ -17,7 +17,7 @@ import pytest
 from quire.cli.serve import options_named
 from quire.cli.serve_models import list_models
 from quire.engine.composition import EngineConfig
-from quire.engine.manager import Manager
+from quire.engine.model_manager import Manager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.models import Model, Shared

@@ -18,7 +18,7 @@ import pytest
 
 from quire.core.request import Priority
 from quire.engine.engine import EngineOutput
-from quire.engine.manager import Manager
+from quire.engine.model_manager import Manager
 from quire.engine.worker.protocol import Stepped
 from quire.server.auth import LOCAL
 from quire.server.models import Model, Models

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__
-from quire.engine.manager import ModelState
+from quire.engine.model_manager import ModelState
 from quire.server.errors import ApiError, Kind
 from quire.server.model_files import ModelFacts, facts_of
 from quire.server.ollama.generation import rfc3339
