@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.core.request import Priority
-from quire.engine.simulate import SimReport
 from quire.errors import MissingExtra
+from quire.sim.simulator import SimReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from statistics import median
 
 from quire.core.ledger import LOW_SHARE
 from quire.engine.bench.report import BacklogReport, BenchConfig, FairnessReport, Latency, SaturatedReport, Window
-from quire.engine.simulate import percentile
+from quire.sim.simulator import percentile
 
 NUM_WINDOWS = 3  # "at every moment": a policy that fails after a while fails in the later ones
 MAX_TTFT_RATIO = 3.0
