@@ -16,8 +16,8 @@ from typing import Any
 
 from quire.cli.remote import Server, ServerError, plain, read_events
 from quire.engine.replay import Ending, Served
-from quire.engine.trace import TraceRequest, text
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
+from quire.sim.traces import TraceRequest, text
 
 LEAD_S = 0.05  # a thread begins so much earlier, to have its prompt made when it is due
 MAX_OPEN = 1000  # connections at once; beyond that, requests are late and it is said

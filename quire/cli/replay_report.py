@@ -11,8 +11,8 @@ from quire import __version__
 from quire.cli.remote import plain
 from quire.core.request import Priority
 from quire.engine.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
-from quire.engine.trace import TraceRequest
 from quire.sim.simulator import SimReport, percentile
+from quire.sim.traces import TraceRequest
 
 if TYPE_CHECKING:
     from rich.table import Table

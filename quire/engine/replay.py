@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import combinations
 
 from quire.core.request import Priority
-from quire.engine.trace import TraceRequest
 from quire.errors import InvalidRequest
 from quire.sim.simulator import Outcome, SimConfig, SimReport, StepTime, percentile
+from quire.sim.traces import TraceRequest
 
 
 class Ending(StrEnum):

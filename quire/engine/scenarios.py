@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from quire.core.request import Priority
-from quire.engine.trace import TraceRequest, check_synthetic, synthesize
+from quire.sim.traces import TraceRequest, check_synthetic, synthesize
 
 BACKLOG_PART = 4  # of five requests; the fifth is the one whose wait is measured
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.request import Priority
-from quire.engine.trace import TraceRequest
 from quire.errors import TraceError
+from quire.sim.traces import TraceRequest
 
 MAX_SPLIT = 4096  # prompts times samples of one line
 

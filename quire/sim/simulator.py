@@ -20,8 +20,8 @@ from quire.core.policy import NS_PER_S, make_policy
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenUpdate
-from quire.engine.trace import TraceRequest
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
+from quire.sim.traces import TraceRequest
 
 MAX_SAMPLES = 2_000  # points of a timeline, whatever the length of the run
 

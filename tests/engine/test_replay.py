@@ -12,12 +12,12 @@ import pytest
 
 from quire.core.request import Priority
 from quire.engine.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
-from quire.engine.trace import TraceRequest, read_trace
 from quire.engine.trace_log import read_log
 from quire.errors import InvalidRequest, TraceError
 from quire.server.logs import JsonFormatter, request_fields
 from quire.server.records import RequestRecord
 from quire.sim.simulator import SimConfig, StepTime, simulate
+from quire.sim.traces import TraceRequest, read_trace
 
 CONFIG = SimConfig(num_blocks=500, max_seqs=16, max_step_tokens=256, max_chunk_tokens=128)
 SHAPES = [(8, 1, 1), (8, 33, 1), (512, 1, 1), (512, 33, 1), (8, 33, 8)]

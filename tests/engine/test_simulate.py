@@ -8,9 +8,9 @@ import pytest
 
 from quire.core.request import Priority
 from quire.engine.scenarios import SCENARIOS
-from quire.engine.trace import TraceRequest, synthesize
 from quire.errors import InvalidRequest
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate
+from quire.sim.traces import TraceRequest, synthesize
 
 SECOND = StepTime(base_ms=1000, token_us=0, context_us=0)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.request import Priority
-from quire.engine.trace import TraceRequest, read_trace, synthesize, text
 from quire.errors import InvalidRequest, TraceError
+from quire.sim.traces import TraceRequest, read_trace, synthesize, text
 
 GOOD = {"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 3}
 

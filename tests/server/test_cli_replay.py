@@ -16,7 +16,7 @@ from quire.cli.player import Player, Texts, find_vocab_size
 from quire.cli.remote import PATIENT
 from quire.cli.remote import Server as RemoteServer
 from quire.engine.replay import Ending
-from quire.engine.trace import TraceRequest, text
+from quire.sim.traces import TraceRequest, text
 from tests.cli.runs import quire, quire_each
 from tests.server.rig import Server, serving
 from tests.test_docs import commands
