@@ -19,8 +19,8 @@ from quire import __version__
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import PATIENCE_S, POLICIES
 from quire.core.request import Priority
-from quire.engine.scenarios import SCENARIOS
 from quire.errors import InvalidRequest, MissingExtra
+from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Machine, Outcome, RequestRecord, SimConfig, SimReport, percentile, simulate
 from quire.sim.traces import TraceRequest, read_trace
 

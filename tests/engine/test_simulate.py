@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from quire.core.request import Priority
-from quire.engine.scenarios import SCENARIOS
 from quire.errors import InvalidRequest
+from quire.sim.scenarios import SCENARIOS
 from quire.sim.simulator import MACHINES, Outcome, SimConfig, SimReport, StepTime, percentile, simulate
 from quire.sim.traces import TraceRequest, synthesize
 
