@@ -15,8 +15,8 @@ from hashlib import blake2b
 from typing import Any
 
 from quire.cli.remote import Server, ServerError, plain, read_events
-from quire.engine.replay import Ending, Served
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
+from quire.sim.replay import Ending, Served
 from quire.sim.traces import TraceRequest, text
 
 LEAD_S = 0.05  # a thread begins so much earlier, to have its prompt made when it is due

@@ -15,8 +15,8 @@ import typer
 from quire.cli import loading
 from quire.cli.remote import Server, ServerError, note, reach_server
 from quire.cli.replay_report import Replayed, described, document, print_report
-from quire.engine.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
 from quire.errors import InvalidRequest, QuireError
+from quire.sim.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
 from quire.sim.simulator import SimConfig, StepTime, simulate
 from quire.sim.traces import TraceRequest, read_trace

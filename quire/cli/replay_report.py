@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire import __version__
 from quire.cli.remote import plain
 from quire.core.request import Priority
-from quire.engine.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
+from quire.sim.replay import Ending, Figures, Fit, Served, measured_part, predicted_part
 from quire.sim.simulator import SimReport, percentile
 from quire.sim.traces import TraceRequest
 

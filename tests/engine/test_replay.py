@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 from quire.core.request import Priority
-from quire.engine.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.errors import InvalidRequest, TraceError
 from quire.server.logs import JsonFormatter, request_fields
 from quire.server.records import RequestRecord
+from quire.sim.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
 from quire.sim.simulator import SimConfig, StepTime, simulate
 from quire.sim.traces import TraceRequest, read_trace

@@ -15,7 +15,7 @@ from quire.cli.exposition import read_exposition, total
 from quire.cli.player import Player, Texts, find_vocab_size
 from quire.cli.remote import PATIENT
 from quire.cli.remote import Server as RemoteServer
-from quire.engine.replay import Ending
+from quire.sim.replay import Ending
 from quire.sim.traces import TraceRequest, text
 from tests.cli.runs import quire, quire_each
 from tests.server.rig import Server, serving
