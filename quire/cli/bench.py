@@ -23,10 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli import loading
-from quire.cli.bench_fairness import measure_fairness
-from quire.cli.bench_server import check_installed
-from quire.engine.bench.report import (
+from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
     PARTS,
@@ -39,7 +36,10 @@ from quire.engine.bench.report import (
     SpeedupReport,
     Stage,
 )
-from quire.engine.bench.run import run_bench
+from quire.bench.run import run_bench
+from quire.cli import loading
+from quire.cli.bench_fairness import measure_fairness
+from quire.cli.bench_server import check_installed
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL
 

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from quire.cli.bench_load import MAX_PROMPTS, Asker, Load, News, Shape, Stream
-from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.remote import PATIENT, Server, ServerError
-from quire.core.request import Priority
-from quire.engine.bench.fairness import (
+from quire.bench.fairness import (
     MAX_BACKLOG,
     BacklogSamples,
     Sample,
@@ -27,7 +23,7 @@ from quire.engine.bench.fairness import (
     backlog_size,
     fairness_report,
 )
-from quire.engine.bench.report import (
+from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
     NUM_IDLE,
@@ -38,6 +34,10 @@ from quire.engine.bench.report import (
     Setup,
     Stage,
 )
+from quire.cli.bench_load import MAX_PROMPTS, Asker, Load, News, Shape, Stream
+from quire.cli.bench_server import ServerProcess, serving
+from quire.cli.remote import PATIENT, Server, ServerError
+from quire.core.request import Priority
 from quire.errors import InvalidRequest
 
 HIGH_SHAPE = Shape(HIGH_PROMPT, HIGH_ANSWER)

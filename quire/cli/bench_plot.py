@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport
+from quire.bench.report import BenchReport, FairnessReport, PrefixReport, SpeedupReport
 from quire.errors import MissingExtra
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quire.bench.report import BenchConfig, BenchReport, Progress
+from quire.bench.run import run_bench
 from quire.cli import bench as command
-from quire.engine.bench.report import BenchConfig, BenchReport, Progress
-from quire.engine.bench.run import run_bench
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
 

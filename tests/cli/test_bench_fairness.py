@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.report import NUM_IDLE, BenchConfig, Stage
 from quire.cli import bench_fairness
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_load import Asker, Load, News, Shape, Stream
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.remote import PATIENT, Server, ServerError
 from quire.core.request import Priority
-from quire.engine.bench.report import NUM_IDLE, BenchConfig, Stage
 from quire.errors import ContextTooLong, RequestFailed
 from tests.server.rig import children, command_line
 

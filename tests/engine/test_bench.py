@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import Priority, SamplingParams
-from quire.core.step import StepPlan
-from quire.engine.bench.fairness import (
+from quire.bench.fairness import (
     MAX_BACKLOG,
     BacklogSamples,
     Sample,
@@ -22,8 +20,10 @@ from quire.engine.bench.fairness import (
     latency,
     windows,
 )
-from quire.engine.bench.report import BenchConfig, BenchReport, FairnessReport, Stage
-from quire.engine.bench.run import run_bench
+from quire.bench.report import BenchConfig, BenchReport, FairnessReport, Stage
+from quire.bench.run import run_bench
+from quire.core.request import Priority, SamplingParams
+from quire.core.step import StepPlan
 from quire.engine.llm import LLM
 from quire.errors import InvalidRequest
 

@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.core.request import Priority, SamplingParams
-from quire.core.step import StepPlan
-from quire.engine.bench.report import (
+from quire.bench.report import (
     HIGH_ANSWER,
     HIGH_PROMPT,
     LIVE_TOKENS,
@@ -23,6 +21,8 @@ from quire.engine.bench.report import (
     Progress,
     Stage,
 )
+from quire.core.request import Priority, SamplingParams
+from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, RequestFailed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from quire.engine.bench.driving import Bench
-from quire.engine.bench.prefix import measure_prefix
-from quire.engine.bench.report import (
+from quire.bench.driving import Bench
+from quire.bench.prefix import measure_prefix
+from quire.bench.report import (
     LIVE_TOKENS,
     TAIL_TOKENS,
     BenchConfig,
@@ -15,7 +15,7 @@ from quire.engine.bench.report import (
     Progress,
     Setup,
 )
-from quire.engine.bench.speedup import measure_speedup
+from quire.bench.speedup import measure_speedup
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
+from quire.bench.report import BacklogReport, BenchConfig, FairnessReport, Latency, SaturatedReport, Window
 from quire.core.ledger import LOW_SHARE
-from quire.engine.bench.report import BacklogReport, BenchConfig, FairnessReport, Latency, SaturatedReport, Window
 from quire.sim.simulator import percentile
 
 NUM_WINDOWS = 3  # "at every moment": a policy that fails after a while fails in the later ones

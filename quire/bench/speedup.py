@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.engine.bench.driving import Bench
-from quire.engine.bench.report import (
+from quire.bench.driving import Bench
+from quire.bench.report import (
     Baseline,
     Level,
     Measurement,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.engine.bench.driving import Bench, Track
-from quire.engine.bench.report import (
+from quire.bench.driving import Bench, Track
+from quire.bench.report import (
     LIVE_TOKENS,
     TAIL_TOKENS,
     PrefixReport,
