@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.bench.driving import Bench, Track
+from quire.bench.driver import Bench, Track
 from quire.bench.report import (
     LIVE_TOKENS,
     TAIL_TOKENS,

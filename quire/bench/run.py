@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from quire.bench.driving import Bench
+from quire.bench.driver import Bench
 from quire.bench.prefix import measure_prefix
 from quire.bench.report import (
     LIVE_TOKENS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from quire.bench.driving import Bench
+from quire.bench.driver import Bench
 from quire.bench.report import (
     Baseline,
     Level,
