@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.bench.driver import Bench
-from quire.bench.prefix import measure_prefix
 from quire.bench.report import (
     LIVE_TOKENS,
     TAIL_TOKENS,
@@ -15,6 +14,7 @@ from quire.bench.report import (
     Progress,
     Setup,
 )
+from quire.bench.shared_prefix import measure_prefix
 from quire.bench.speedup import measure_speedup
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest
