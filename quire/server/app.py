@@ -44,10 +44,11 @@ from quire.server.ollama.types import (
     ShownModel,
     ShowRequest,
 )
-from quire.server.openai import chat, completions, models, responses
-from quire.server.openai.errors import OPENAI, RESPONSES
-from quire.server.openai.responses_types import ResponseObject, ResponsesRequest
-from quire.server.openai.types import (
+from quire.server.page import page, page_file
+from quire.server.protocols.openai import chat, completions, models, responses
+from quire.server.protocols.openai.errors import OPENAI, RESPONSES
+from quire.server.protocols.openai.responses_types import ResponseObject, ResponsesRequest
+from quire.server.protocols.openai.types import (
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
@@ -55,7 +56,6 @@ from quire.server.openai.types import (
     Model,
     ModelList,
 )
-from quire.server.page import page, page_file
 from quire.server.schema import openapi
 from quire.server.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
 from quire.server.watch_view import BlocksAnswer, HeldAnswer, WatchSnapshot

@@ -19,8 +19,8 @@ from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.ask import Ask, Prompt
 from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
-from quire.server.openai.chat import parse_messages
-from quire.server.openai.types import ChatMessage
+from quire.server.protocols.openai.chat import parse_messages
+from quire.server.protocols.openai.types import ChatMessage
 from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
 from quire.server.call import IGNORED, Call
 from quire.server.models import Model, Models
-from quire.server.openai.chat import conversation_of
-from quire.server.openai.parsing import NAMES, in_their_words
-from quire.server.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
+from quire.server.protocols.openai.chat import conversation_of
+from quire.server.protocols.openai.parsing import NAMES, in_their_words
+from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.service import Service
 from quire.text.chat import ChatRequest
 

@@ -14,12 +14,12 @@ import msgspec
 
 from quire.server.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.cache import ExplainRequest, PinRequest, UnpinRequest
-from quire.server.openai import other_servers
-from quire.server.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
-from quire.server.openai.responses_types import ResponsesRequest
-from quire.server.openai.support import ACCEPTED
-from quire.server.openai.types import ChatCompletionRequest, CompletionRequest
 from quire.server.ops import DetokenizeRequest, TokenizeRequest
+from quire.server.protocols.openai import other_servers
+from quire.server.protocols.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
+from quire.server.protocols.openai.responses_types import ResponsesRequest
+from quire.server.protocols.openai.support import ACCEPTED
+from quire.server.protocols.openai.types import ChatCompletionRequest, CompletionRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -25,9 +25,9 @@ from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.cache_view import view
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.openai import other_servers, types
-from quire.server.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
-from quire.server.openai.completions import (
+from quire.server.protocols.openai import other_servers, types
+from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
+from quire.server.protocols.openai.completions import (
     Echo,
     completion_stream,
     echo_of,
@@ -35,10 +35,10 @@ from quire.server.openai.completions import (
     token_offsets,
     whole_completion,
 )
-from quire.server.openai.encoding import cache_view, events, fingerprint, head_of
-from quire.server.openai.errors import OPENAI
-from quire.server.openai.parsing import in_their_words
-from quire.server.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
+from quire.server.protocols.openai.encoding import cache_view, events, fingerprint, head_of
+from quire.server.protocols.openai.errors import OPENAI
+from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.work import Work
 from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest, Message, Part, Role

@@ -22,12 +22,12 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.openai.errors import RESPONSES
-from quire.server.openai.responses import Reply
-from quire.server.openai.responses_items import AnswerItems
-from quire.server.openai.responses_parsing import parse_responses
-from quire.server.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
-from quire.server.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
+from quire.server.protocols.openai.errors import RESPONSES
+from quire.server.protocols.openai.responses import Reply
+from quire.server.protocols.openai.responses_items import AnswerItems
+from quire.server.protocols.openai.responses_parsing import parse_responses
+from quire.server.protocols.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
+from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
 from quire.server.work import ClientGone, Work
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.chat import ChatRequest, Message, Part, Role

@@ -12,8 +12,8 @@ import pytest
 
 from quire.server.anthropic.parsing import conversation
 from quire.server.anthropic.types import MessagesRequest
-from quire.server.openai.responses_parsing import parse_responses
-from quire.server.openai.responses_types import ResponsesRequest
+from quire.server.protocols.openai.responses_parsing import parse_responses
+from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode

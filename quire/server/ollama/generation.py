@@ -40,8 +40,8 @@ from quire.server.ollama.types import (
     OllamaGenerateRequest,
     OllamaLogprob,
 )
-from quire.server.openai.encoding import cache_view, finish_reason, finite, token_text
-from quire.server.openai.parsing import in_their_words
+from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
+from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.shapes import answer_in_shape
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 

@@ -25,7 +25,7 @@ from quire.server.ollama.types import (
     OllamaTool,
     OllamaToolCall,
 )
-from quire.server.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.shapes import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar

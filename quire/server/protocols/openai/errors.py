@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.openai.responses_types import ErrorEvent
-from quire.server.openai.types import ErrorAnswer, ErrorBody
+from quire.server.protocols.openai.responses_types import ErrorEvent
+from quire.server.protocols.openai.types import ErrorAnswer, ErrorBody
 
 
 class _Words(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from msgspec import UNSET
 
-from quire.server.openai.responses_tools import INPUT, ClientTool
-from quire.server.openai.responses_types import (
+from quire.server.protocols.openai.responses_tools import INPUT, ClientTool
+from quire.server.protocols.openai.responses_types import (
     ContentPartAdded,
     ContentPartDone,
     CustomToolCallInputDelta,
@@ -32,7 +32,7 @@ from quire.server.openai.responses_types import (
     ReasoningTextDelta,
     ReasoningTextDone,
 )
-from quire.server.openai.types import ChatTokenLogprob
+from quire.server.protocols.openai.types import ChatTokenLogprob
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 
 Logprobs = tuple[ChatTokenLogprob, ...]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.server.cache_view import CacheView
-from quire.server.openai.support import Unsupported
-from quire.server.openai.types import (
+from quire.server.protocols.openai.support import Unsupported
+from quire.server.protocols.openai.types import (
     Alternatives,
     ChatTokenLogprob,
     ErrorBody,

@@ -16,7 +16,7 @@ from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.ask import MAX_PROMPTS, Ask, Prompt
 from quire.server.cache_view import CacheView
-from quire.server.openai.encoding import (
+from quire.server.protocols.openai.encoding import (
     StreamEncoder,
     bill,
     cache_view,
@@ -27,7 +27,7 @@ from quire.server.openai.encoding import (
     stop_reason,
     token_text,
 )
-from quire.server.openai.parsing import (
+from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
     in_their_words,
@@ -35,9 +35,9 @@ from quire.server.openai.parsing import (
     params_of,
     says_usage_always,
 )
-from quire.server.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
-from quire.server.openai.tools import shape_field
-from quire.server.openai.types import (
+from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.tools import shape_field
+from quire.server.protocols.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerHead,
     Completion,

@@ -15,7 +15,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
-from quire.server.openai.types import (
+from quire.server.protocols.openai.types import (
     AnswerHead,
     CompletionTokensDetails,
     CompletionUsage,

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest
-from quire.server.openai.responses_types import FunctionTool, ResponsesRequest, ToolChoiceBody, ToolParam
-from quire.server.openai.support import unsupported
-from quire.server.openai.tools import forced_tool
+from quire.server.protocols.openai.responses_types import FunctionTool, ResponsesRequest, ToolChoiceBody, ToolParam
+from quire.server.protocols.openai.support import unsupported
+from quire.server.protocols.openai.tools import forced_tool
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 INPUT = "input"  # the argument that is a custom tool's text

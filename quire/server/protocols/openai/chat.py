@@ -16,7 +16,7 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
 from quire.server.cache_view import CacheView
-from quire.server.openai.encoding import (
+from quire.server.protocols.openai.encoding import (
     StreamEncoder,
     bill,
     cache_view,
@@ -27,7 +27,7 @@ from quire.server.openai.encoding import (
     stop_reason,
     token_text,
 )
-from quire.server.openai.parsing import (
+from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
     cache_ttl_s,
@@ -37,9 +37,9 @@ from quire.server.openai.parsing import (
     says_usage_always,
     ttl_s,
 )
-from quire.server.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
-from quire.server.openai.tools import parse_calls, parse_tools, shape_field
-from quire.server.openai.types import (
+from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.tools import parse_calls, parse_tools, shape_field
+from quire.server.protocols.openai.types import (
     AnswerHead,
     AnswerToolCall,
     ChatAnswerMessage,

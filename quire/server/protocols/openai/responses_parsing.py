@@ -12,12 +12,19 @@ import msgspec
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
-from quire.server.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
-from quire.server.openai.responses_tools import INPUT, parse_tools, qualified_name
-from quire.server.openai.responses_types import ITEMS, LOGPROBS, UNSUPPORTED, InputItem, InputPart, ResponsesRequest
-from quire.server.openai.support import refuse_unsupported, unsupported
-from quire.server.openai.tools import make_grammar, unknown_format
-from quire.server.openai.tools import shape_field as body_shape_field
+from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
+from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
+from quire.server.protocols.openai.responses_types import (
+    ITEMS,
+    LOGPROBS,
+    UNSUPPORTED,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+)
+from quire.server.protocols.openai.support import refuse_unsupported, unsupported
+from quire.server.protocols.openai.tools import make_grammar, unknown_format
+from quire.server.protocols.openai.tools import shape_field as body_shape_field
 from quire.server.shapes import with_unenforced
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar

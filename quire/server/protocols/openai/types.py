@@ -14,8 +14,8 @@ from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
 from quire.server.ask import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.cache_view import CacheView
-from quire.server.openai.other_servers import OtherServersFields
-from quire.server.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
+from quire.server.protocols.openai.other_servers import OtherServersFields
+from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
 from quire.text.chat import MAX_MESSAGES
 from quire.text.grammar import MAX_LISTED_TOKENS
 from quire.text.stop_strings import MAX_STOPS

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.server.openai.support import unsupported
-from quire.server.openai.types import (
+from quire.server.protocols.openai.support import unsupported
+from quire.server.protocols.openai.types import (
     ChatCompletionRequest,
     GenerationBody,
     MessageToolCall,

@@ -11,10 +11,10 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.ask import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
-from quire.server.openai import other_servers
-from quire.server.openai.support import refuse_unsupported
-from quire.server.openai.tools import parse_shape
-from quire.server.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
+from quire.server.protocols.openai import other_servers
+from quire.server.protocols.openai.support import refuse_unsupported
+from quire.server.protocols.openai.tools import parse_shape
+from quire.server.protocols.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
 
 T = TypeVar("T")
 

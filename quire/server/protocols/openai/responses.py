@@ -13,12 +13,12 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
-from quire.server.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
-from quire.server.openai.parsing import in_their_words
-from quire.server.openai.responses_items import AnswerItems
-from quire.server.openai.responses_parsing import names_of, parse_responses, shape_field
-from quire.server.openai.responses_tools import client_tools
-from quire.server.openai.responses_types import (
+from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
+from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.responses_items import AnswerItems
+from quire.server.protocols.openai.responses_parsing import names_of, parse_responses, shape_field
+from quire.server.protocols.openai.responses_tools import client_tools
+from quire.server.protocols.openai.responses_types import (
     ErrorCode,
     Event,
     IncompleteDetails,
@@ -35,7 +35,7 @@ from quire.server.openai.responses_types import (
     ResponseStatus,
     ResponseUsage,
 )
-from quire.server.openai.types import ChatTokenLogprob, TopLogprob
+from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.shapes import answer_in_shape
 from quire.server.stream import told
 from quire.server.work import ClientGone

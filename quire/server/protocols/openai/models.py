@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from quire.errors import QuireError
-from quire.server.openai.types import Model, ModelList
+from quire.server.protocols.openai.types import Model, ModelList
 
 if TYPE_CHECKING:
     from starlette.responses import Response

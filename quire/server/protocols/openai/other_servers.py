@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.server.openai.support import Unsupported
+from quire.server.protocols.openai.support import Unsupported
 
 _SAMPLERS = "the samplers are temperature, top_k, top_p, min_p, penalties and logit_bias"
 _THOUGHTS = "thoughts are told apart, in reasoning_content, as they come"
