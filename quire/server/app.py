@@ -18,9 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
 from quire.server import cache, llama_cpp, ops, residents
-from quire.server.anthropic import messages as anthropic
-from quire.server.anthropic.errors import ANTHROPIC
-from quire.server.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.auth import KeyRing, presented
 from quire.server.call import Call, CallLimits, Handler, answer
 from quire.server.docs_page import HEADERS, PAGE
@@ -45,6 +42,9 @@ from quire.server.ollama.types import (
     ShowRequest,
 )
 from quire.server.page import page, page_file
+from quire.server.protocols.anthropic import messages as anthropic
+from quire.server.protocols.anthropic.errors import ANTHROPIC
+from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocols.openai import chat, completions, models, responses
 from quire.server.protocols.openai.errors import OPENAI, RESPONSES
 from quire.server.protocols.openai.responses_types import ResponseObject, ResponsesRequest

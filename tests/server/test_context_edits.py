@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.server.anthropic.editing import CLEARED, Edited, apply, ignored_edits
-from quire.server.anthropic.parsing import conversation
-from quire.server.anthropic.types import MessagesRequest
 from quire.server.errors import ApiError
+from quire.server.protocols.anthropic.editing import CLEARED, Edited, apply, ignored_edits
+from quire.server.protocols.anthropic.parsing import conversation
+from quire.server.protocols.anthropic.types import MessagesRequest
 from quire.text.chat import ChatRequest
 from tests.server.rig import FAKE, serving
 

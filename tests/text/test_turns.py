@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.server.anthropic.parsing import conversation
-from quire.server.anthropic.types import MessagesRequest
+from quire.server.protocols.anthropic.parsing import conversation
+from quire.server.protocols.anthropic.types import MessagesRequest
 from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from quire.server.anthropic.types import (
+from quire.server.protocols.anthropic.types import (
     AnswerBlock,
     BlockDelta,
     BlockStart,

@@ -16,9 +16,12 @@ from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
-from quire.server.anthropic.blocks import BlockWriter, blocks_of
-from quire.server.anthropic.editing import Edited, apply
-from quire.server.anthropic.parsing import (
+from quire.server.ask import Ask, Prompt
+from quire.server.cache_view import CacheView, view
+from quire.server.call import IGNORED
+from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
+from quire.server.protocols.anthropic.editing import Edited, apply
+from quire.server.protocols.anthropic.parsing import (
     TTL_S,
     conversation,
     grammar_of,
@@ -26,8 +29,8 @@ from quire.server.anthropic.parsing import (
     shows_thoughts,
     to_ask,
 )
-from quire.server.anthropic.support import refuse_unsupported
-from quire.server.anthropic.types import (
+from quire.server.protocols.anthropic.support import refuse_unsupported
+from quire.server.protocols.anthropic.types import (
     AnswerBlock,
     AppliedEdits,
     CacheCreation,
@@ -45,9 +48,6 @@ from quire.server.anthropic.types import (
     TokenCount,
     ToolUseBlock,
 )
-from quire.server.ask import Ask, Prompt
-from quire.server.cache_view import CacheView, view
-from quire.server.call import IGNORED
 from quire.server.shapes import answer_in_shape
 from quire.text.chat import ChatRequest
 

@@ -12,9 +12,11 @@ import msgspec
 
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.anthropic.editing import ignored_edits
-from quire.server.anthropic.support import refuse_unsupported, unsupported
-from quire.server.anthropic.types import (
+from quire.server.ask import Ask, Breakpoint, priority_of
+from quire.server.errors import ApiError, Kind
+from quire.server.protocols.anthropic.editing import ignored_edits
+from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
+from quire.server.protocols.anthropic.types import (
     ROLES,
     Block,
     CacheControl,
@@ -24,8 +26,6 @@ from quire.server.anthropic.types import (
     ResultPart,
     ToolParam,
 )
-from quire.server.ask import Ask, Breakpoint, priority_of
-from quire.server.errors import ApiError, Kind
 from quire.server.shapes import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.grammar import Grammar, json_schema_grammar

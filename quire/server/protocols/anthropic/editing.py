@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire.server.anthropic.types import (
+from quire.server.errors import ApiError, Kind
+from quire.server.protocols.anthropic.types import (
     AppliedEdit,
     ClearedThinking,
     ClearedToolUses,
@@ -17,7 +18,6 @@ from quire.server.anthropic.types import (
     ContextManagement,
     CountTokensRequest,
 )
-from quire.server.errors import ApiError, Kind
 from quire.text.chat import ChatRequest, Message, Part, Role
 
 CLEAR_THINKING = "clear_thinking_20251015"
