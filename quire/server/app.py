@@ -24,11 +24,15 @@ from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.hints import advice, find_meant, why_unserved
 from quire.server.models import Models
-from quire.server.ollama import catalog
-from quire.server.ollama import generation as ollama
-from quire.server.ollama.errors import OLLAMA
-from quire.server.ollama.pull import pull_model
-from quire.server.ollama.types import (
+from quire.server.page import page, page_file
+from quire.server.protocols.anthropic import messages as anthropic
+from quire.server.protocols.anthropic.errors import ANTHROPIC
+from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+from quire.server.protocols.ollama import catalog
+from quire.server.protocols.ollama import generation as ollama
+from quire.server.protocols.ollama.errors import OLLAMA
+from quire.server.protocols.ollama.pull import pull_model
+from quire.server.protocols.ollama.types import (
     ListedModels,
     LoadedModels,
     OllamaChatAnswer,
@@ -41,10 +45,6 @@ from quire.server.ollama.types import (
     ShownModel,
     ShowRequest,
 )
-from quire.server.page import page, page_file
-from quire.server.protocols.anthropic import messages as anthropic
-from quire.server.protocols.anthropic.errors import ANTHROPIC
-from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocols.openai import chat, completions, models, responses
 from quire.server.protocols.openai.errors import OPENAI, RESPONSES
 from quire.server.protocols.openai.responses_types import ResponseObject, ResponsesRequest

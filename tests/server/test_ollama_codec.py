@@ -21,13 +21,13 @@ from quire.errors import DownloadFailed, InvalidRequest
 from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
 from quire.server.models import Models
-from quire.server.ollama import pull
-from quire.server.ollama.catalog import API_VERSION, NEVER
-from quire.server.ollama.errors import OLLAMA
-from quire.server.ollama.generation import Reply, chat_answer, generate_answer
-from quire.server.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
-from quire.server.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
-from quire.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from quire.server.protocols.ollama import pull
+from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
+from quire.server.protocols.ollama.errors import OLLAMA
+from quire.server.protocols.ollama.generation import Reply, chat_answer, generate_answer
+from quire.server.protocols.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
+from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
+from quire.server.protocols.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from quire.server.work import Work
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.chat import ChatRequest, Message, Part, Role

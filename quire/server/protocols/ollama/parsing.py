@@ -14,8 +14,8 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Prompt, priority_of
 from quire.server.errors import ApiError, Kind
-from quire.server.ollama.support import IGNORED_OPTIONS, refuse_unsupported
-from quire.server.ollama.types import (
+from quire.server.protocols.ollama.support import IGNORED_OPTIONS, refuse_unsupported
+from quire.server.protocols.ollama.types import (
     THINK_LEVELS,
     OllamaBody,
     OllamaChatRequest,

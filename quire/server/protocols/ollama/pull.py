@@ -17,10 +17,10 @@ from starlette.responses import Response
 
 from quire.errors import QuireError
 from quire.server.errors import ApiError, Kind
-from quire.server.ollama.catalog import given_name
-from quire.server.ollama.errors import OLLAMA
-from quire.server.ollama.parsing import DEFAULT_TAG
-from quire.server.ollama.types import PullProgress, PullRequest
+from quire.server.protocols.ollama.catalog import given_name
+from quire.server.protocols.ollama.errors import OLLAMA
+from quire.server.protocols.ollama.parsing import DEFAULT_TAG
+from quire.server.protocols.ollama.types import PullProgress, PullRequest
 from quire.weights.hub import find_known, is_path, pull
 from quire.weights.huggingface import HubName
 

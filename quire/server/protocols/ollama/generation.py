@@ -18,7 +18,7 @@ from quire.engine.outputs import Completion, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.call import IGNORED
 from quire.server.errors import ApiError, Kind
-from quire.server.ollama.parsing import (
+from quire.server.protocols.ollama.parsing import (
     NAMES,
     find_model,
     keep_alive_s,
@@ -27,7 +27,7 @@ from quire.server.ollama.parsing import (
     shape_field,
     unmet,
 )
-from quire.server.ollama.types import (
+from quire.server.protocols.ollama.types import (
     AnswerFunction,
     OllamaAlternative,
     OllamaAnswer,
