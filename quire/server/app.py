@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import cache, llama_cpp, ops, residents
+from quire.server import cache, ops, residents
 from quire.server.auth import KeyRing, presented
 from quire.server.call import Call, CallLimits, Handler, answer
 from quire.server.docs_page import HEADERS, PAGE
@@ -25,6 +25,7 @@ from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.hints import advice, find_meant, why_unserved
 from quire.server.models import Models
 from quire.server.page import page, page_file
+from quire.server.protocols import llama_cpp
 from quire.server.protocols.anthropic import messages as anthropic
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
