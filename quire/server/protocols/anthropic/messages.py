@@ -48,7 +48,7 @@ from quire.server.protocols.anthropic.types import (
     TokenCount,
     ToolUseBlock,
 )
-from quire.server.shapes import answer_in_shape
+from quire.server.protocols.structured_output import answer_in_shape
 from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:

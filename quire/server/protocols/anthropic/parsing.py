@@ -26,7 +26,7 @@ from quire.server.protocols.anthropic.types import (
     ResultPart,
     ToolParam,
 )
-from quire.server.shapes import shape_error, with_unenforced
+from quire.server.protocols.structured_output import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call

@@ -42,7 +42,7 @@ from quire.server.protocols.ollama.types import (
 )
 from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import in_their_words
-from quire.server.shapes import answer_in_shape
+from quire.server.protocols.structured_output import answer_in_shape
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from quire.server.protocols.ollama.types import (
     OllamaToolCall,
 )
 from quire.server.protocols.openai.parsing import in_their_words
-from quire.server.shapes import shape_error, with_unenforced
+from quire.server.protocols.structured_output import shape_error, with_unenforced
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call

@@ -57,7 +57,7 @@ from quire.server.protocols.openai.types import (
     ToolCallDelta,
     TopLogprob,
 )
-from quire.server.shapes import answer_in_shape, with_unenforced
+from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 

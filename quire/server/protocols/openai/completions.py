@@ -45,7 +45,7 @@ from quire.server.protocols.openai.types import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.shapes import answer_in_shape, with_unenforced
+from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 

@@ -36,7 +36,7 @@ from quire.server.protocols.openai.responses_types import (
     ResponseUsage,
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
-from quire.server.shapes import answer_in_shape
+from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.stream import told
 from quire.server.work import ClientGone
 

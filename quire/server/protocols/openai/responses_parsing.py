@@ -25,7 +25,7 @@ from quire.server.protocols.openai.responses_types import (
 from quire.server.protocols.openai.support import refuse_unsupported, unsupported
 from quire.server.protocols.openai.tools import make_grammar, unknown_format
 from quire.server.protocols.openai.tools import shape_field as body_shape_field
-from quire.server.shapes import with_unenforced
+from quire.server.protocols.structured_output import with_unenforced
 from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tokenizer import check_text

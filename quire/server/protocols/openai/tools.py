@@ -18,7 +18,7 @@ from quire.server.protocols.openai.types import (
     StructuredOutputs,
     ToolDefinition,
 )
-from quire.server.shapes import shape_error
+from quire.server.protocols.structured_output import shape_error
 from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
