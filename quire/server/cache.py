@@ -17,8 +17,8 @@ from quire.core.request import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.ask import Ask, Prompt
-from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
+from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
 from quire.text.chat import ChatRequest

@@ -17,7 +17,6 @@ from msgspec import UNSET, UnsetType
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
 from quire.server.ask import Ask, Prompt
-from quire.server.cache_view import CacheView, view
 from quire.server.call import IGNORED
 from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.editing import Edited, apply
@@ -48,6 +47,7 @@ from quire.server.protocols.anthropic.types import (
     TokenCount,
     ToolUseBlock,
 )
+from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.text.chat import ChatRequest
 

@@ -15,7 +15,7 @@ from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.ask import Ask, Breakpoint
-from quire.server.cache_view import CacheView
+from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
     bill,

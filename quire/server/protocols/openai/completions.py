@@ -15,7 +15,7 @@ from quire.core.request import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
 from quire.server.ask import MAX_PROMPTS, Ask, Prompt
-from quire.server.cache_view import CacheView
+from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
     bill,

@@ -13,8 +13,8 @@ from msgspec import UNSET, Struct, UnsetType
 from quire import __version__
 from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, TokenLogprob, Usage
-from quire.server.cache_view import CacheView, view
 from quire.server.errors import ApiError, Kind
+from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.types import (
     AnswerHead,
     CompletionTokensDetails,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from quire.server.cache_view import CacheView
+from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.support import Unsupported
 from quire.server.protocols.openai.types import (
     Alternatives,
