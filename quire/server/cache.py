@@ -16,8 +16,8 @@ from msgspec import Meta
 from quire.core.request import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import ContextTooLong, InvalidRequest
-from quire.server.ask import Ask, Prompt
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage

@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
-from quire.server.ask import Ask
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
+from quire.server.inference_request import Ask
 from quire.server.limits import Budget
 from quire.server.logs import Once, log_refusal
 from quire.server.models import Model, Models

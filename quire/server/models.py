@@ -34,10 +34,10 @@ from quire.errors import (
     QuireError,
     TemplateError,
 )
-from quire.server.ask import Ask
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
 from quire.server.metrics import Exposition, Metrics
 from quire.server.service import Service, ServiceLimits, ending

@@ -15,9 +15,9 @@ from quire.engine.outputs import Delta, GenerationOutput, Usage
 from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
-from quire.server.ask import Ask
 from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
+from quire.server.inference_request import Ask
 from quire.server.limits import Ticket
 from quire.server.logs import log_request
 from quire.server.metrics import Metrics

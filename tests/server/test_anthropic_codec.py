@@ -23,8 +23,8 @@ from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server import cache
-from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.messages import Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_ask

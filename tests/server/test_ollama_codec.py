@@ -18,8 +18,8 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
-from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask
 from quire.server.models import Models
 from quire.server.protocols.ollama import pull
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER

@@ -22,8 +22,8 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
-from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.cache_explanation import view
 from quire.server.protocols.openai import other_servers, types
 from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat

@@ -20,8 +20,8 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.ask import Ask, Breakpoint
 from quire.server.errors import ApiError, Kind, from_quire
+from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.openai.errors import RESPONSES
 from quire.server.protocols.openai.responses import Reply
 from quire.server.protocols.openai.responses_items import AnswerItems

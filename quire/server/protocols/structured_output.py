@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from quire.errors import InvalidRequest
-from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask
 from quire.text.chat import ChatRequest
 from quire.text.schemas import SchemaNotHeld
 from quire.text.tool_grammars import ToolsTooLarge, guilty_tool, held_parameters

@@ -16,8 +16,8 @@ from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
-from quire.server.ask import Ask, Prompt
 from quire.server.call import IGNORED
+from quire.server.inference_request import Ask, Prompt
 from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.editing import Edited, apply
 from quire.server.protocols.anthropic.parsing import (

@@ -12,8 +12,8 @@ import msgspec
 
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.ask import Ask, Breakpoint, priority_of
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask, Breakpoint, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
 from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
 from quire.server.protocols.anthropic.types import (

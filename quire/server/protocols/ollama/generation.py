@@ -48,8 +48,8 @@ from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.ask import Ask
     from quire.server.call import Call
+    from quire.server.inference_request import Ask
     from quire.server.models import Model
     from quire.server.work import Work
 

@@ -12,8 +12,8 @@ import msgspec
 from quire.core.request import check_tokens
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.ask import Ask, Prompt, priority_of
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask, Prompt, priority_of
 from quire.server.protocols.ollama.support import IGNORED_OPTIONS, refuse_unsupported
 from quire.server.protocols.ollama.types import (
     THINK_LEVELS,

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.ask import Ask, Breakpoint
+from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,

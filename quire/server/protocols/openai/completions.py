@@ -14,7 +14,7 @@ from msgspec import UNSET
 from quire.core.request import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
-from quire.server.ask import MAX_PROMPTS, Ask, Prompt
+from quire.server.inference_request import MAX_PROMPTS, Ask, Prompt
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,

@@ -10,7 +10,7 @@ from typing import TypeVar
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.ask import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
+from quire.server.inference_request import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
-from quire.server.ask import Ask
 from quire.server.errors import ApiError, Kind
+from quire.server.inference_request import Ask
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.responses_items import AnswerItems

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.ask import Ask, Breakpoint
+from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (

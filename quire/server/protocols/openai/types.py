@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
 from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
-from quire.server.ask import MAX_NAME_CHARS, MAX_PROMPTS
+from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.other_servers import OtherServersFields
 from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
