@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire import __version__
 from quire.server import cache, ops, residents
 from quire.server.auth import KeyRing, presented
-from quire.server.call import Call, CallLimits, Handler, answer
 from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.hints import advice, find_meant, why_unserved
@@ -57,6 +56,7 @@ from quire.server.protocols.openai.types import (
     Model,
     ModelList,
 )
+from quire.server.request_context import Call, CallLimits, Handler, answer
 from quire.server.schema import openapi
 from quire.server.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
 from quire.server.watch_view import BlocksAnswer, HeldAnswer, WatchSnapshot

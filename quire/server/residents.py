@@ -12,8 +12,8 @@ from quire.errors import InvalidRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
     from quire.server.models import Model
+    from quire.server.request_context import Call
 
 
 class LoadRequest(msgspec.Struct, frozen=True):

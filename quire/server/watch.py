@@ -28,7 +28,7 @@ from quire.server.watch_view import Glance, HeldAnswer, Rates, WatchSnapshot, bl
 from quire.server.work import Work
 
 if TYPE_CHECKING:
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 MAX_WATCHERS = 16
 MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all

@@ -16,7 +16,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.static import static_headers
 
 if TYPE_CHECKING:
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 TYPES = {
     ".html": "text/html; charset=utf-8",

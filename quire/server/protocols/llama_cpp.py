@@ -18,8 +18,8 @@ from quire.text.chat import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
     from quire.server.models import Model
+    from quire.server.request_context import Call
     from quire.server.work import Work
 
 

@@ -16,7 +16,6 @@ from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
-from quire.server.call import IGNORED
 from quire.server.inference_request import Ask, Prompt
 from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.editing import Edited, apply
@@ -49,12 +48,13 @@ from quire.server.protocols.anthropic.types import (
 )
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.structured_output import answer_in_shape
+from quire.server.request_context import IGNORED
 from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
+    from quire.server.request_context import Call
     from quire.server.service import Service
     from quire.server.work import Work
 

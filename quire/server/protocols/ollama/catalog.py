@@ -26,8 +26,8 @@ from quire.server.protocols.ollama.types import (
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
     from quire.server.models import Model
+    from quire.server.request_context import Call
 
 API_VERSION = "0.12.11"  # the first Ollama whose API has logprobs, the newest field that is spoken here
 NEVER = "9999-12-31T23:59:59Z"

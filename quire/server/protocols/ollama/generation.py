@@ -16,7 +16,6 @@ from msgspec import UNSET
 
 from quire.engine.outputs import Completion, TokenLogprob
 from quire.errors import InvalidRequest
-from quire.server.call import IGNORED
 from quire.server.errors import ApiError, Kind
 from quire.server.protocols.ollama.parsing import (
     NAMES,
@@ -43,14 +42,15 @@ from quire.server.protocols.ollama.types import (
 from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.structured_output import answer_in_shape
+from quire.server.request_context import IGNORED
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
     from quire.server.inference_request import Ask
     from quire.server.models import Model
+    from quire.server.request_context import Call
     from quire.server.work import Work
 
 _encode = msgspec.json.Encoder().encode

@@ -27,7 +27,7 @@ from quire.weights.huggingface import HubName
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 _encode = msgspec.json.Encoder().encode
 _is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk

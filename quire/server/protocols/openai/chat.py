@@ -64,7 +64,7 @@ from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, ch
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 _NAMES = NAMES | {"logprobs": "top_logprobs", "prompt": "messages"}
 _ROLES = {

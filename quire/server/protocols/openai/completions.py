@@ -52,7 +52,7 @@ from quire.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 
 async def completions(call: Call) -> Response:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server import models
-    from quire.server.call import Call
+    from quire.server.request_context import Call
 
 
 async def list_models(call: Call) -> Response:

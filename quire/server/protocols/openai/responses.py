@@ -43,7 +43,7 @@ from quire.server.work import ClientGone
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.call import Call
+    from quire.server.request_context import Call
     from quire.server.work import Work
 
 _encode = msgspec.json.Encoder().encode
