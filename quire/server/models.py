@@ -34,6 +34,7 @@ from quire.errors import (
     QuireError,
     TemplateError,
 )
+from quire.server.active_request import Caller, Work
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
@@ -41,7 +42,6 @@ from quire.server.inference_request import Ask
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
 from quire.server.metrics import Exposition, Metrics
 from quire.server.service import Service, ServiceLimits, ending
-from quire.server.work import Caller, Work
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
+from quire.server.active_request import ClientGone, Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
@@ -33,7 +34,6 @@ from quire.server.models import Model, Models
 from quire.server.service import Service
 from quire.server.stream import EventStream
 from quire.server.watch import Watch
-from quire.server.work import ClientGone, Work
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16

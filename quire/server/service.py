@@ -22,13 +22,13 @@ from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
+from quire.server.active_request import Caller, Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask, Breakpoint, Prompt
 from quire.server.limits import Door, Quotas, Ticket
 from quire.server.metrics import Metrics
 from quire.server.pulse import Pulse
-from quire.server.work import Caller, Work
 from quire.text.chat import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4

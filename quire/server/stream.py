@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
+from quire.server.active_request import ClientGone, Work
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
-from quire.server.work import ClientGone, Work
 
 log = logging.getLogger(__name__)
 

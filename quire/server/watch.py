@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import InvalidRequest, QuireError
+from quire.server.active_request import Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.models import Model, Models
 from quire.server.service import Service
 from quire.server.watch_view import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
-from quire.server.work import Work
 
 if TYPE_CHECKING:
     from quire.server.request_context import Call

@@ -23,6 +23,7 @@ from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server import cache
+from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.anthropic.errors import ANTHROPIC
@@ -30,7 +31,6 @@ from quire.server.protocols.anthropic.messages import Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_ask
 from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
-from quire.server.work import Work
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import json_schema_grammar

@@ -18,6 +18,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
+from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask
 from quire.server.models import Models
@@ -28,7 +29,6 @@ from quire.server.protocols.ollama.generation import Reply, chat_answer, generat
 from quire.server.protocols.ollama.parsing import NAMES, find_model, keep_alive_s, parse_chat, parse_generate
 from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
 from quire.server.protocols.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from quire.server.work import Work
 from quire.text.answers import AnswerParser, PlainAnswer
 from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import json_object_grammar, json_schema_grammar

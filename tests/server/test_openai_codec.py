@@ -22,6 +22,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
+from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.cache_explanation import view
@@ -39,7 +40,6 @@ from quire.server.protocols.openai.encoding import cache_view, events, fingerpri
 from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
-from quire.server.work import Work
 from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.gbnf import gbnf_to_lark

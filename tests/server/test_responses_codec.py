@@ -20,6 +20,7 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
+from quire.server.active_request import ClientGone, Work
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.openai.errors import RESPONSES
@@ -28,7 +29,6 @@ from quire.server.protocols.openai.responses_items import AnswerItems
 from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
-from quire.server.work import ClientGone, Work
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar

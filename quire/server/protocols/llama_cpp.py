@@ -18,9 +18,9 @@ from quire.text.chat import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from quire.server.active_request import Work
     from quire.server.models import Model
     from quire.server.request_context import Call
-    from quire.server.work import Work
 
 
 class SlotParams(msgspec.Struct, kw_only=True):

@@ -54,9 +54,9 @@ from quire.text.chat import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from quire.server.active_request import Work
     from quire.server.request_context import Call
     from quire.server.service import Service
-    from quire.server.work import Work
 
 ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()

@@ -48,10 +48,10 @@ from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from quire.server.active_request import Work
     from quire.server.inference_request import Ask
     from quire.server.models import Model
     from quire.server.request_context import Call
-    from quire.server.work import Work
 
 _encode = msgspec.json.Encoder().encode
 

@@ -23,7 +23,7 @@ from quire.server.protocols.openai.types import (
 )
 
 if TYPE_CHECKING:
-    from quire.server.work import Work
+    from quire.server.active_request import Work
 
 AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.outputs import Delta, TokenLogprob
+from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
@@ -38,13 +39,12 @@ from quire.server.protocols.openai.responses_types import (
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.stream import told
-from quire.server.work import ClientGone
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+    from quire.server.active_request import Work
     from quire.server.request_context import Call
-    from quire.server.work import Work
 
 _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
