@@ -33,7 +33,7 @@ class ServerProcess:
 def check_installed() -> None:
     """Refuse before anything is measured: `quire bench` runs without the server's libraries, but for this part."""
     try:
-        import quire.server.run  # noqa: F401
+        import quire.server.launcher  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise

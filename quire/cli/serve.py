@@ -29,7 +29,7 @@ from quire.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
     from quire.server.config import ServeConfig
-    from quire.server.run import Startup
+    from quire.server.launcher import Startup
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
@@ -194,8 +194,8 @@ def _serve(options: dict[str, Any]) -> None:
         )
     options["model"] = [named] if named is not None else options["model"] or models_from_environment()
     try:
+        from quire.server.launcher import run
         from quire.server.logs import setup_logging
-        from quire.server.run import run
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise

@@ -23,7 +23,7 @@ from quire.cli.serve_models import read_file
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
 from quire.server.config import ModelConfig, ServeConfig
-from quire.server.run import Startup
+from quire.server.launcher import Startup
 from tests.cli.runs import quire_each
 from tests.server.rig import FAKE, serving
 from tests.tiny import write_tiny_model
