@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.backends.base import Capacity
+    from quire.server.model_service import Service
     from quire.server.request_context import Call
-    from quire.server.service import Service
 
 DEFAULT_TTL_S = 300.0
 

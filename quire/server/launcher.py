@@ -22,9 +22,9 @@ from quire.server.auth import make_keyring
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.metrics import Exposition
+from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, Shared
 from quire.server.request_context import CallLimits
-from quire.server.service import ServiceLimits
 
 LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
 

@@ -41,7 +41,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
 from quire.server.metrics import Exposition, Metrics
-from quire.server.service import Service, ServiceLimits, ending
+from quire.server.model_service import Service, ServiceLimits, ending
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 

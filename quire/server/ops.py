@@ -13,12 +13,12 @@ from quire import __version__
 from quire.engine.composition import Scheduling
 from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
+from quire.server.model_service import Service
 from quire.server.models import Model, Models
 from quire.server.protocols.openai.chat import conversation_of
 from quire.server.protocols.openai.parsing import NAMES, in_their_words
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, Call
-from quire.server.service import Service
 from quire.text.chat import ChatRequest
 
 STATS_S = 2.0  # a worker in the middle of a long step answers later; then the last known figures do

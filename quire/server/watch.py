@@ -23,8 +23,8 @@ from quire.errors import InvalidRequest, QuireError
 from quire.server.active_request import Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
+from quire.server.model_service import Service
 from quire.server.models import Model, Models
-from quire.server.service import Service
 from quire.server.watch_view import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
 
 if TYPE_CHECKING:

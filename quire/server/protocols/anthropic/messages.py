@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.active_request import Work
+    from quire.server.model_service import Service
     from quire.server.request_context import Call
-    from quire.server.service import Service
 
 ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()

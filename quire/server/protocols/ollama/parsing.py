@@ -32,8 +32,8 @@ from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
 
 if TYPE_CHECKING:
+    from quire.server.model_service import Service
     from quire.server.models import Model, Models
-    from quire.server.service import Service
 
 DEFAULT_TAG = ":latest"
 NO_BOUND = (0, -1, -2)  # of num_predict: Ollama's runner takes all of them for none
