@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire import __version__
 from quire.engine.model_manager import ModelState
 from quire.server.errors import ApiError, Kind
-from quire.server.model_files import ModelFacts, facts_of
+from quire.server.model_metadata import ModelFacts, facts_of
 from quire.server.protocols.ollama.generation import rfc3339
 from quire.server.protocols.ollama.parsing import find_model
 from quire.server.protocols.ollama.types import (
