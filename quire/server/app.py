@@ -17,7 +17,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import cache, ops, residents
+from quire.server import cache, ops
+from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
 from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
