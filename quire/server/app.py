@@ -17,7 +17,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import cache, ops
+from quire.server import ops
+from quire.server.admin import cache
 from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
 from quire.server.docs_page import HEADERS, PAGE

@@ -22,8 +22,8 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
-from quire.server import cache
 from quire.server.active_request import Work
+from quire.server.admin import cache
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask, Breakpoint
 from quire.server.protocols.anthropic.errors import ANTHROPIC
