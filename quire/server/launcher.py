@@ -21,9 +21,9 @@ from quire.server.app import Gate, make_app
 from quire.server.auth import make_keyring
 from quire.server.config import ServeConfig
 from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
-from quire.server.metrics import Exposition
 from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, Shared
+from quire.server.observability.metrics import Exposition
 from quire.server.request_context import CallLimits
 
 LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle

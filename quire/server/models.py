@@ -40,8 +40,8 @@ from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
-from quire.server.metrics import Exposition, Metrics
 from quire.server.model_service import Service, ServiceLimits, ending
+from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 

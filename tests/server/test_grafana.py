@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cli.exposition import read_exposition
-from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.server.rig import FAKE, serving
 
 BOARD = Path(__file__).parents[2] / "docs/grafana.json"

@@ -18,7 +18,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
+from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
 from quire.server.records import RequestRecord
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
