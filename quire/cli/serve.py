@@ -195,7 +195,7 @@ def _serve(options: dict[str, Any]) -> None:
     options["model"] = [named] if named is not None else options["model"] or models_from_environment()
     try:
         from quire.server.launcher import run
-        from quire.server.logs import setup_logging
+        from quire.server.observability.logs import setup_logging
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise

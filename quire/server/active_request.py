@@ -19,7 +19,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
 from quire.server.inference_request import Ask
 from quire.server.limits import Ticket
-from quire.server.logs import log_request
+from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
 from quire.server.pulse import Pulse
 from quire.server.records import RequestRecord

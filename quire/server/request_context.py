@@ -29,9 +29,9 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
 from quire.server.inference_request import Ask
 from quire.server.limits import Budget
-from quire.server.logs import Once, log_refusal
 from quire.server.model_service import Service
 from quire.server.models import Model, Models
+from quire.server.observability.logs import Once, log_refusal
 from quire.server.stream import EventStream
 from quire.server.watch import Watch
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, TraceError
-from quire.server.logs import JsonFormatter, request_fields
+from quire.server.observability.logs import JsonFormatter, request_fields
 from quire.server.records import RequestRecord
 from quire.sim.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log

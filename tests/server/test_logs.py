@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from quire.core.request import Priority
 from quire.errors import InvalidRequest
-from quire.server.logs import (
+from quire.server.observability.logs import (
     MAX_KEYS,
     MAX_LINES_PER_S,
     MAX_VALUE_CHARS,
