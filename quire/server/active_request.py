@@ -21,8 +21,8 @@ from quire.server.inference_request import Ask
 from quire.server.limits import Ticket
 from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
+from quire.server.observability.request_record import RequestRecord
 from quire.server.pulse import Pulse
-from quire.server.records import RequestRecord
 from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.engine.worker.protocol import Stepped
-from quire.server.records import RequestRecord
+from quire.server.observability.request_record import RequestRecord
 
 RECENT_S = 300.0
 MAX_RECENT = 256  # requests

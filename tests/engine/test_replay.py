@@ -13,7 +13,7 @@ import pytest
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, TraceError
 from quire.server.observability.logs import JsonFormatter, request_fields
-from quire.server.records import RequestRecord
+from quire.server.observability.request_record import RequestRecord
 from quire.sim.replay import Ending, Fit, Probe, Served, Spread, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
 from quire.sim.simulator import SimConfig, StepTime, simulate

@@ -19,7 +19,7 @@ from quire.engine.worker.protocol import Ready, Stats, Stepped, TierStats
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS, VLLM, Exposition, Metrics
-from quire.server.records import RequestRecord
+from quire.server.observability.request_record import RequestRecord
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 READY = Ready(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from quire.errors import InvalidRequest
-from quire.server.records import RequestRecord
+from quire.server.observability.request_record import RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_LINES_PER_S = 20  # of one logger, over one second

@@ -18,7 +18,7 @@ from quire.engine.model_manager import ModelState, Seat
 from quire.engine.worker.protocol import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
-from quire.server.records import RequestRecord
+from quire.server.observability.request_record import RequestRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which says when this process began
 
