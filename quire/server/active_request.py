@@ -19,10 +19,10 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
 from quire.server.inference_request import Ask
 from quire.server.limits import Ticket
+from quire.server.observability.activity import Pulse
 from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestRecord
-from quire.server.pulse import Pulse
 from quire.text.answers import AnswerParser
 from quire.text.chat import ChatRequest
 

@@ -27,8 +27,8 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Ask, Breakpoint, Prompt
 from quire.server.limits import Door, Quotas, Ticket
+from quire.server.observability.activity import Pulse
 from quire.server.observability.metrics import Metrics
-from quire.server.pulse import Pulse
 from quire.text.chat import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4

@@ -24,7 +24,7 @@ from quire.server.active_request import Work
 from quire.server.auth import Key
 from quire.server.model_service import Service
 from quire.server.models import Model
-from quire.server.pulse import Ttft
+from quire.server.observability.activity import Ttft
 
 MAX_REQUESTS_SHOWN = 100  # a model
 _NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))

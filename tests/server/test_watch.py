@@ -22,8 +22,8 @@ from quire.engine.model_manager import Manager
 from quire.engine.worker.protocol import Stepped
 from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
+from quire.server.observability.activity import MAX_RECENT, Pulse
 from quire.server.observability.request_record import RequestRecord
-from quire.server.pulse import MAX_RECENT, Pulse
 from quire.server.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
 from quire.server.watch_view import BlocksAnswer, WatchedEngine, WatchSnapshot
 from tests.server.rig import FAKE, Server, ask_async, serving
