@@ -24,7 +24,7 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
 
 Snapshot = dict[
     str, Any
-]  # as `WatchSnapshot` in quire/server/watch_view.py has it; believed only as far as it is drawn
+]  # as `WatchSnapshot` in quire/server/observability/snapshot.py has it; believed only as far as it is drawn
 
 
 def top(

@@ -25,7 +25,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import Service
 from quire.server.models import Model, Models
-from quire.server.watch_view import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
+from quire.server.observability.snapshot import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
 
 if TYPE_CHECKING:
     from quire.server.request_context import Call

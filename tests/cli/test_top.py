@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from quire.cli.top_view import MARKS, Screen, draw
-from quire.server.watch_view import (
+from quire.server.observability.snapshot import (
     BlockCounts,
     WatchedBlocks,
     WatchedEngine,

@@ -10,9 +10,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire import __version__
 from quire.server.model_metadata import facts_of
+from quire.server.observability.snapshot import is_shown
 from quire.server.protocols.openai.chat import parse_chat
 from quire.server.protocols.openai.types import ChatCompletionRequest
-from quire.server.watch_view import is_shown
 from quire.text.chat import ChatRequest
 
 if TYPE_CHECKING:
