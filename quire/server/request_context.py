@@ -32,8 +32,8 @@ from quire.server.limits import Budget
 from quire.server.model_service import Service
 from quire.server.models import Model, Models
 from quire.server.observability.logs import Once, log_refusal
+from quire.server.observability.watch import Watch
 from quire.server.stream import EventStream
-from quire.server.watch import Watch
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
