@@ -17,7 +17,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
-from quire.server import ops
 from quire.server.admin import cache
 from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
@@ -25,6 +24,7 @@ from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.hints import advice, find_meant, why_unserved
 from quire.server.models import Models
+from quire.server.observability import health as ops
 from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot
 from quire.server.observability.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
 from quire.server.page import page, page_file

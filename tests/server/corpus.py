@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.server.admin.cache import ExplainRequest, PinRequest, UnpinRequest
-from quire.server.ops import DetokenizeRequest, TokenizeRequest
+from quire.server.observability.health import DetokenizeRequest, TokenizeRequest
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
