@@ -27,7 +27,6 @@ from quire.server.models import Models
 from quire.server.observability import health as ops
 from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot
 from quire.server.observability.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
-from quire.server.page import page, page_file
 from quire.server.protocols import llama_cpp
 from quire.server.protocols.anthropic import messages as anthropic
 from quire.server.protocols.anthropic.errors import ANTHROPIC
@@ -62,6 +61,7 @@ from quire.server.protocols.openai.types import (
 )
 from quire.server.request_context import Call, CallLimits, Handler, answer
 from quire.server.schema import openapi
+from quire.server.web.page import page, page_file
 
 
 class Access(Enum):

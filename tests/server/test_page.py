@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.page import CONTENT_SECURITY_POLICY, TYPES, page_files
+from quire.server.web.page import CONTENT_SECURITY_POLICY, TYPES, page_files
 from tests.server.browser import MISSING, Browser, browsing
 from tests.server.rig import FAKE, Server, put_away, serving, spawn, wait_ready
 from tests.waiting import eventually, throttled
