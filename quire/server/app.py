@@ -20,7 +20,6 @@ from quire import __version__
 from quire.server.admin import cache
 from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
-from quire.server.docs_page import HEADERS, PAGE
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.hints import advice, find_meant, why_unserved
 from quire.server.models import Models
@@ -61,6 +60,7 @@ from quire.server.protocols.openai.types import (
 )
 from quire.server.request_context import Call, CallLimits, Handler, answer
 from quire.server.schema import openapi
+from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 
 

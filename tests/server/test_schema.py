@@ -20,8 +20,8 @@ import schemathesis
 from schemathesis.core.result import Ok
 
 from quire.server.app import ENDPOINTS
-from quire.server.docs_page import CONTENT_SECURITY_POLICY, PAGE
 from quire.server.schema import ERRORS, EXAMPLES, FIELDS, STATUSES, openapi
+from quire.server.web.docs_page import CONTENT_SECURITY_POLICY, PAGE
 
 
 class Access(Enum):
