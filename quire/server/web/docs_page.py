@@ -11,7 +11,7 @@ import hashlib
 import re
 from importlib.resources import files
 
-from quire.server.static import static_headers
+from quire.server.web.static import static_headers
 
 
 def _digests(tag: str, page: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from quire.server.errors import ApiError, Kind
-from quire.server.static import static_headers
+from quire.server.web.static import static_headers
 
 if TYPE_CHECKING:
     from quire.server.request_context import Call
