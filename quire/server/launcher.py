@@ -20,7 +20,7 @@ from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app
 from quire.server.auth import make_keyring
 from quire.server.config import ServeConfig
-from quire.server.http import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
+from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, Shared
 from quire.server.observability.metrics import Exposition

@@ -11,7 +11,7 @@ from uvicorn.server import ServerState
 
 from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind
-from quire.server.http import LINGER_S, HttpProtocol, make_config
+from quire.server.http.server import LINGER_S, HttpProtocol, make_config
 from quire.server.protocols.openai.errors import OPENAI
 from quire.server.stream import EventStream
 
