@@ -27,13 +27,13 @@ from quire.server.active_request import ClientGone, Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.fields import unknown_fields
+from quire.server.http.event_stream import EventStream
 from quire.server.inference_request import Ask
 from quire.server.limits import Budget
 from quire.server.model_service import Service
 from quire.server.models import Model, Models
 from quire.server.observability.logs import Once, log_refusal
 from quire.server.observability.watch import Watch
-from quire.server.stream import EventStream
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16

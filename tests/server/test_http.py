@@ -11,9 +11,9 @@ from uvicorn.server import ServerState
 
 from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind
+from quire.server.http.event_stream import EventStream
 from quire.server.http.server import LINGER_S, HttpProtocol, make_config
 from quire.server.protocols.openai.errors import OPENAI
-from quire.server.stream import EventStream
 
 SLOW_S, HEADER_S = HttpProtocol.slow_reader_s, HttpProtocol.header_s
 

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
+from quire.server.http.event_stream import told
 from quire.server.inference_request import Ask
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import in_their_words
@@ -38,7 +39,6 @@ from quire.server.protocols.openai.responses_types import (
 )
 from quire.server.protocols.openai.types import ChatTokenLogprob, TopLogprob
 from quire.server.protocols.structured_output import answer_in_shape
-from quire.server.stream import told
 
 if TYPE_CHECKING:
     from starlette.responses import Response
