@@ -26,8 +26,8 @@ from quire.errors import QuireError
 from quire.server.active_request import ClientGone, Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
-from quire.server.fields import unknown_fields
 from quire.server.http.event_stream import EventStream
+from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import Ask
 from quire.server.limits import Budget
 from quire.server.model_service import Service
