@@ -21,7 +21,7 @@ from quire.server.admin import cache
 from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
 from quire.server.errors import ApiError, Dialect, Kind
-from quire.server.hints import advice, find_meant, why_unserved
+from quire.server.http.not_found import advice, find_meant, why_unserved
 from quire.server.models import Models
 from quire.server.observability import health as ops
 from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.server.app import ENDPOINTS
-from quire.server.hints import BASES, UNSERVED, advice, find_meant, why_unserved
+from quire.server.http.not_found import BASES, UNSERVED, advice, find_meant, why_unserved
 from tests.server.rig import FAKE, Server, serving
 
 MEANT = {
