@@ -22,6 +22,7 @@ from quire.server.admin import models as residents
 from quire.server.auth import KeyRing, presented
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
+from quire.server.http.openapi import openapi
 from quire.server.models import Models
 from quire.server.observability import health as ops
 from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot
@@ -59,7 +60,6 @@ from quire.server.protocols.openai.types import (
     ModelList,
 )
 from quire.server.request_context import Call, CallLimits, Handler, answer
-from quire.server.schema import openapi
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 

@@ -20,7 +20,7 @@ import schemathesis
 from schemathesis.core.result import Ok
 
 from quire.server.app import ENDPOINTS
-from quire.server.schema import ERRORS, EXAMPLES, FIELDS, STATUSES, openapi
+from quire.server.http.openapi import ERRORS, EXAMPLES, FIELDS, STATUSES, openapi
 from quire.server.web.docs_page import CONTENT_SECURITY_POLICY, PAGE
 
 

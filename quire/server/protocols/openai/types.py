@@ -90,7 +90,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 class GenerationBody(OtherServersFields, kw_only=True):
-    """What both ways to ask have in common. `FIELDS` in `quire/server/schema.py` says what each field does."""
+    """What both ways to ask have in common. `FIELDS` in `quire/server/http/openapi.py` says what each field does."""
 
     model: str | None = None
     stream: bool | None = None
