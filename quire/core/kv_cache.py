@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from quire.core.block import BLOCK_SIZE, check_block_size
+from quire.core.block_pool import BlockPool, PoolStats
 from quire.core.chain import Digest, TokenChain, hash_block_tokens
 from quire.core.events import Observer, PrefixHitFound, ignore
 from quire.core.pins import PinBoard
-from quire.core.pool import BlockPool, PoolStats
 from quire.core.prefix import NO_HIT, CacheExplanation, PrefixHit, PrefixTree, StopReason
 from quire.core.request import PackedPrompt, Request, check_salt, check_tokens
 from quire.core.step import BlockCopy

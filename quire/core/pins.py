@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from quire.core.block import KVCacheBlock
+from quire.core.block_pool import BlockPool
 from quire.core.events import Observer, PinYielded, ignore
-from quire.core.pool import BlockPool
 
 MAX_PINS = 1024
 NEVER_NS = 2**63

@@ -8,10 +8,10 @@ from typing import TypeVar
 from quire.backends.base import Capacity
 from quire.backends.fake import FakeRunner
 from quire.core.block import KVCacheBlock
+from quire.core.block_pool import BlockPool
 from quire.core.events import Event
 from quire.core.kv_cache import KVCacheManager
 from quire.core.policy import Fair, Policy
-from quire.core.pool import BlockPool
 from quire.core.prefix import NO_HIT
 from quire.core.request import Priority, Request, SamplingParams
 from quire.core.scheduler import Scheduler

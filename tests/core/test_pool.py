@@ -3,9 +3,9 @@
 import pytest
 
 from quire.core.block import KVCacheBlock
+from quire.core.block_pool import BlockPool, PoolStats
 from quire.core.chain import hash_block_tokens, pack_tokens
 from quire.core.events import Event, Evicted
-from quire.core.pool import BlockPool, PoolStats
 from quire.core.prefix import PrefixTree
 from quire.errors import InvalidRequest, OutOfBlocks
 from tests.core.helpers import free_ids, ids

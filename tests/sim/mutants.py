@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     _mutant(
         "evicted block left in the index",
-        "core/pool.py",
+        "core/block_pool.py",
         "descendants = self._tree.remove(block)",
         "descendants: list[KVCacheBlock] = []",
     ),
@@ -87,7 +87,7 @@ MUTANTS = (
         "copy source reused",
         (
             Edit(
-                "core/pool.py",
+                "core/block_pool.py",
                 "        self.share((source,))\n        return self.take(1)[0]",
                 "        return self.take(1)[0]",
             ),
@@ -148,7 +148,9 @@ MUTANTS = (
         "replace(self.sampling, sample_index=sample_index)",
         "replace(self.sampling, sample_index=self.sampling.sample_index * sample_index)",
     ),
-    _mutant("null block handed out", "core/pool.py", "self.blocks[NULL_BLOCK_ID + 1 :]", "self.blocks[NULL_BLOCK_ID:]"),
+    _mutant(
+        "null block handed out", "core/block_pool.py", "self.blocks[NULL_BLOCK_ID + 1 :]", "self.blocks[NULL_BLOCK_ID:]"
+    ),
     _mutant("pins take the whole pool", "core/pins.py", "pool.num_usable // 2", "pool.num_usable"),
     _mutant(
         "revived blocks not counted", "core/kv_cache.py", "return num_new + num_revived - len", "return num_new - len"
@@ -313,21 +315,21 @@ MUTANTS = (
     ),
     _mutant(
         "head released before tail",
-        "core/pool.py",
+        "core/block_pool.py",
         "for block in reversed(blocks):",
         "for block in blocks:",
         "tests/core/test_pool.py",
     ),
     _mutant(
         "the map misses what lost its content",
-        "core/pool.py",
+        "core/block_pool.py",
         "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n                self._note((block,))\n",
         "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n",
         "tests/core/test_block_map.py",
     ),
     _mutant(
         "worthless blocks kept longest",
-        "core/pool.py",
+        "core/block_pool.py",
         "self.free.prepend(block)\n                else:",
         "self.free.append(block)\n                else:",
         "tests/core/test_pool.py",
@@ -409,7 +411,7 @@ MUTANTS = (
     ),
     _mutant(
         "twins remembered twice",
-        "core/pool.py",
+        "core/block_pool.py",
         "if block.parent_key is not None and self._tree.is_redundant(block):",
         "if False:",
     ),
