@@ -60,7 +60,7 @@ MemoryOption = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Memory for the KV cache, like 2G or 512M. By default 40 % of free memory and at most 4G on a CPU;"
-        " on a GPU, all that steps leave.",  # `quire.backends.pool` has the numbers; a test compares them
+        " on a GPU, all that steps leave.",  # `quire.backends.kv_memory` has the numbers; a test compares them
     ),
 ]
 ServerOption = Annotated[

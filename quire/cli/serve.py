@@ -327,7 +327,7 @@ def _others(startup: Startup) -> list[str]:
 
 def _why(startup: Startup) -> str:
     """Where the size of the KV cache comes from."""
-    from quire.backends.pool import CPU_CAP, CPU_SHARE
+    from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 
     engine = startup.config.models[0].engine
     if engine.num_blocks is not None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.backends.base import Progress
+from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_nvidia
-from quire.backends.pool import CPU_CAP
 from quire.engine.model_manager import default_budget
 from quire.engine.worker.protocol import Ready
 from quire.server.app import Gate, make_app

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.backends.pool import CPU_CAP, CPU_SHARE
+from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli import loading
 from quire.cli.serve import announce
 from quire.cli.serve_models import read_file

@@ -11,7 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
-from quire.backends.pool import PoolRequest
+from quire.backends.kv_memory import PoolRequest
 from quire.backends.torch.compiling import Compiling, first_calls, launch
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.graphs import graph_sizes
