@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.backends.torch.attention_work import Prompt, Sizes, find_siblings, plan_work
 from quire.backends.torch.device_sampling import DeviceSampler, fill_params
 from quire.backends.torch.kernels.attention import NARROW, WIDE, Parts, Tiling, attend, merge, rows_per_item
 from quire.backends.torch.kernels.linear import THIN, is_small, product_in_parts, row_product, tile_product
 from quire.backends.torch.kernels.sampling import NUM_PARAMS
-from quire.backends.torch.work import Prompt, Sizes, find_siblings, plan_work
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 

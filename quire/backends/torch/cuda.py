@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
+from quire.backends.torch.attention_work import MIN_SIBLINGS, Sizes
 from quire.backends.torch.compiling import Compiling, later_calls
 from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
@@ -32,7 +33,6 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.loading import weight_bytes
 from quire.backends.torch.models.llama import LlamaModel
 from quire.backends.torch.sampling import Logprobs, read_logprobs
-from quire.backends.torch.work import MIN_SIBLINGS, Sizes
 from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, TokenLogprobs
 from quire.errors import InvariantViolation
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.backends.torch.work import Ints, Prompt, Sizes, Work, find_siblings, order_decodes, plan_work
+from quire.backends.torch.attention_work import Ints, Prompt, Sizes, Work, find_siblings, order_decodes, plan_work
 from quire.core.step import SeqSlice
 
 ITEM_FIELDS = 6

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from quire.backends.sampling import BROKEN
-from quire.backends.torch import cuda, fused, graphs, inputs, work
+from quire.backends.torch import attention_work as work
+from quire.backends.torch import cuda, fused, graphs, inputs
 from quire.core.step import SeqSlice, StepPlan
 from tests.backends.torch.families import FAMILIES, Reference
 from tests.backends.torch.fused_rig import FusedRig

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.backends.torch.attention_work import Sizes
 from quire.backends.torch.graphs import MAX_MISSES, SAMPLED, WHOLE_SIZE, DecodeGraphs, Kind, graph_sizes
 from quire.backends.torch.inputs import ITEM_FIELDS, BlockTables, Layout, Staging, Step, StepInputs, arrange
 from quire.backends.torch.kernels import attention
-from quire.backends.torch.work import Sizes
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.backends.torch.cuda import MIN_PARTS, CudaRunner
-from quire.backends.torch.inputs import Layout
-from quire.backends.torch.work import (
+from quire.backends.torch.attention_work import (
     MIN_CHUNK,
     MIN_SHARED,
     MIN_SIBLINGS,
@@ -29,6 +27,8 @@ from quire.backends.torch.work import (
     order_decodes,
     plan_work,
 )
+from quire.backends.torch.cuda import MIN_PARTS, CudaRunner
+from quire.backends.torch.inputs import Layout
 
 NUM_CASES = 1500
 NUM_ROOMS = 4000

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, driven by a list of work items (`quire.backends.torch.work` writes it).
+"""Attention over the paged cache, driven by a list of work items (`quire.backends.torch.attention_work` writes it).
 
 An item is some query rows, a range of keys and the block table to find them by. Prompts, decodes, chunks behind a
 cached prefix and the shared head of siblings are all items of one kind, so there is one kernel. A row whose keys lie in

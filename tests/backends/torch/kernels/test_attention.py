@@ -11,8 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.torch.attention_work import (
+    Ints,
+    Prompt,
+    Siblings,
+    Sizes,
+    Work,
+    find_siblings,
+    order_decodes,
+    plan_work,
+)
 from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
-from quire.backends.torch.work import Ints, Prompt, Siblings, Sizes, Work, find_siblings, order_decodes, plan_work
 from tests.backends.torch.kernels.device import DEVICE
 
 # In the interpreter only: the cap of what is far beyond it, which is a number all the same.
