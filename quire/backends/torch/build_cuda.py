@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 
 from quire.backends.base import BackendOptions, Progress
 from quire.backends.kv_memory import PoolRequest
-from quire.backends.torch.compiling import Compiling, first_calls, launch
 from quire.backends.torch.cuda import CudaRunner
 from quire.backends.torch.graphs import graph_sizes
+from quire.backends.torch.kernel_compilation import Compiling, first_calls, launch
 from quire.backends.torch.kv_store import KVStore, block_bytes
 from quire.backends.torch.loading import load_weights
 from quire.backends.torch.models import MODELS

@@ -21,11 +21,11 @@ from torch import Tensor
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention_work import MIN_SIBLINGS, Sizes
-from quire.backends.torch.compiling import Compiling, later_calls
 from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
+from quire.backends.torch.kernel_compilation import Compiling, later_calls
 from quire.backends.torch.kernels.attention import Parts, rows_per_item, tilings
 from quire.backends.torch.kernels.blocks import copy_blocks, update_tables
 from quire.backends.torch.kernels.sampling import NUM_PARAMS

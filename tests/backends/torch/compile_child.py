@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.backends.torch.compiling import Calls, _compile, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import Calls, _compile, first_calls, later_calls
 from quire.backends.torch.kernels.sampling import count
 from quire.weights.opening import open_checkpoint
 

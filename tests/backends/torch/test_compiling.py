@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from quire.backends.torch.compiling import Compiling, first_calls, later_calls
+from quire.backends.torch.kernel_compilation import Compiling, first_calls, later_calls
 from quire.backends.torch.kernels.blocks import copy_blocks
 from tests.backends.torch.fused_rig import FusedRig
 from tests.backends.torch.kernels.device import DEVICE
