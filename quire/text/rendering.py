@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import TemplateError
-from quire.text.child import Child, Died, NoAnswer
+from quire.text.child_process import Child, Died, NoAnswer
 
 RENDER_LIMIT_S = 1.0  # of a core
 COMPILE_LIMIT_S = 2.0  # of a core

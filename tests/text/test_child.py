@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.text import child as child_module
-from quire.text.child import Child, Died, NoAnswer, TooSlow
+from quire.text import child_process as child_module
+from quire.text.child_process import Child, Died, NoAnswer, TooSlow
 from tests.waiting import HANG_S
 
 SCRIPT = """

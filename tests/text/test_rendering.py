@@ -112,7 +112,7 @@ def test_a_failed_render_costs_no_process() -> None:
 def test_an_interrupted_render_leaves_no_answer_for_the_next(good: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     good.warm_up()
     with monkeypatch.context() as patch:
-        patch.setattr("quire.text.child._parsed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("quire.text.child_process._parsed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             good.render({"messages": [{"role": "user", "content": "another's secret"}]})
     assert good.render(HELLO) == "<user>hi"

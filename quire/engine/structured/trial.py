@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidRequest, RequestFailed
-from quire.text.child import Child, Died, NoAnswer, TooSlow
+from quire.text.child_process import Child, Died, NoAnswer, TooSlow
 
 COMPILE_LIMIT_S = 2.0  # of a core
 FIRST_MASK_LIMIT_S = 0.1  # of a core: what is slow before the first token does not get faster
