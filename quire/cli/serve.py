@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.hello import say_hello
+from quire.cli.first_answer import say_hello
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
