@@ -201,7 +201,7 @@ def _probes(player: Player, config: SimConfig) -> list[Probe]:
 
 
 def _counts(server: Server, model: str) -> _Counts:
-    from quire.cli.exposition import read_exposition, total
+    from quire.cli.prometheus_text import read_exposition, total
 
     try:
         with server.open("GET", "/metrics") as response:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.exposition import read_exposition
+from quire.cli.prometheus_text import read_exposition
 from quire.server.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.server.rig import FAKE, serving
 
