@@ -22,7 +22,7 @@ from quire.sim.simulator import SimConfig, StepTime, simulate
 from quire.sim.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
-    from quire.cli.player import Player
+    from quire.cli.replay_client import Player
 
 PROBE_ROUNDS = 2
 LONG_PROBE = 512  # tokens
@@ -118,7 +118,7 @@ class _Counts:
 
 
 def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]) -> Replayed:
-    from quire.cli.player import Player, Texts, find_vocab_size
+    from quire.cli.replay_client import Player, Texts, find_vocab_size
 
     model, _ = server.find_model(wanted)
     texts = Texts(find_vocab_size(server, model))

@@ -1,6 +1,6 @@
 """A replayed trace beside the simulator's prediction: step times fitted to a live server, and the figures of both.
 
-Knows nothing of HTTP: `quire/cli/player.py` sends requests and takes the times.
+Knows nothing of HTTP: `quire/cli/replay_client.py` sends requests and takes the times.
 """
 
 from __future__ import annotations

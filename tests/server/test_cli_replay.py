@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.cli.player import Player, Texts, find_vocab_size
 from quire.cli.prometheus_text import read_exposition, total
 from quire.cli.remote import PATIENT
 from quire.cli.remote import Server as RemoteServer
+from quire.cli.replay_client import Player, Texts, find_vocab_size
 from quire.sim.replay import Ending
 from quire.sim.traces import TraceRequest, text
 from tests.cli.runs import quire, quire_each
