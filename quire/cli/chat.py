@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
+from quire.cli.chat_model import Bill, Piece, Speaker
 from quire.cli.remote import plain
-from quire.cli.speaker import Bill, Piece, Speaker
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.speaker import Ask, Bill, Piece, Speaker
+from quire.cli.chat_model import Ask, Bill, Piece, Speaker
 from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli.chat_model import Bill, LocalSpeaker, Piece, Speaker
 from quire.cli.pull import download_bar
 from quire.cli.remote import DEFAULT_URL, choose_address, chosen_key, find_server
-from quire.cli.speaker import Bill, LocalSpeaker, Piece, Speaker
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import typer
 
 from quire import __version__
-from quire.cli.speaker import Ask, Bill, Piece, Take
+from quire.cli.chat_model import Ask, Bill, Piece, Take
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
 from quire.weights.hub import find_known
 
