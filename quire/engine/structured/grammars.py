@@ -157,7 +157,7 @@ class _LLCompiled:
 
 
 class _LLMatcher:
-    """`quire.engine.structured.masks.Matcher`, by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
+    """A `Matcher` by llguidance. Its masks are passed on unchanged: the grammar alone decides."""
 
     __slots__ = ("_mask_bytes", "_matcher", "family")
 

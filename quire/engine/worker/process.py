@@ -191,7 +191,7 @@ class WorkerProcess:
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
     """With -P, so that no module of the current folder is run; what a library prints goes to stderr."""
-    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]
+    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.engine.worker.worker", str(fd)],
         pass_fds=[fd],

@@ -20,7 +20,7 @@ def _digests(tag: str, page: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 
 
-_TEXT = files("quire.server").joinpath("docs.html").read_text(encoding="utf-8")
+_TEXT = files("quire.server.web").joinpath("docs.html").read_text(encoding="utf-8")
 
 PAGE = _TEXT.encode()
 CONTENT_TYPE = "text/html; charset=utf-8"
