@@ -17,7 +17,7 @@ from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
 from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.server.limits import Ticket
 from quire.server.observability.activity import Pulse
 from quire.server.observability.logs import log_request
@@ -66,7 +66,7 @@ class Work:
     def __init__(
         self,
         service: Host,
-        ask: Ask,
+        ask: InferenceRequest,
         caller: Caller,
         priority: Priority,
         requests: Sequence[GenerationRequest],

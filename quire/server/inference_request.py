@@ -35,7 +35,7 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class InferenceRequest:
     """One HTTP request to generate, in the engine's terms."""
 
     model: str | None  # None: the one that is served

@@ -1,6 +1,6 @@
 """One loaded model and everything asked of it over HTTP: tokenising, submission, deadlines, the bill.
 
-Knows no protocol: codecs bring an `Ask` and read a `Work`.
+Knows no protocol: codecs bring an `InferenceRequest` and read a `Work`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.errors import ContextTooLong, TemplateError
 from quire.server.active_request import Caller, Work
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask, Breakpoint, Prompt
+from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
 from quire.server.limits import Door, Quotas, Ticket
 from quire.server.observability.activity import Pulse
 from quire.server.observability.metrics import Metrics
@@ -104,7 +104,7 @@ class Service:
 
     # Work
 
-    async def open(self, ask: Ask, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> Work:
+    async def open(self, ask: InferenceRequest, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> Work:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
 
         The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
@@ -210,7 +210,9 @@ class Service:
             self._num_encoding -= 1
             self._note_idle()
 
-    async def _request(self, ask: Ask, prompt: Prompt, priority: Priority, salt: str, owner: str) -> GenerationRequest:
+    async def _request(
+        self, ask: InferenceRequest, prompt: Prompt, priority: Priority, salt: str, owner: str
+    ) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_context:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"

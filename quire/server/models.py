@@ -38,7 +38,7 @@ from quire.server.active_request import Caller, Work
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
 from quire.server.model_service import Service, ServiceLimits, ending
 from quire.server.observability.metrics import Exposition, Metrics
@@ -105,7 +105,7 @@ class Model:
     def is_pinned(self) -> bool:
         return self.seat.is_pinned
 
-    def priority_of(self, ask: Ask, key: Key) -> Priority:
+    def priority_of(self, ask: InferenceRequest, key: Key) -> Priority:
         """What the request asks for, or the model's, or the key's; never above what the key may have."""
         return key.priority(self.config.priority if ask.priority is None else ask.priority)
 
@@ -325,7 +325,7 @@ class Models:
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, ask: Ask, caller: Caller) -> Work:
+    async def open(self, ask: InferenceRequest, caller: Caller) -> Work:
         """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
         if self.is_draining:
             raise ending()

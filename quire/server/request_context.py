@@ -28,7 +28,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventStream
 from quire.server.http.unknown_fields import unknown_fields
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.server.limits import Budget
 from quire.server.model_service import Service
 from quire.server.models import Model, Models
@@ -179,7 +179,7 @@ class Call:
     def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
-    async def open(self, ask: Ask) -> Work:
+    async def open(self, ask: InferenceRequest) -> Work:
         """Hand the ask to the model it names, unless the client leaves first."""
         self.model = self.models.find(ask.model)
         self.note(IGNORED, ask.ignored)

@@ -25,7 +25,7 @@ from quire.errors import InvalidRequest, QuireError, RequestFailed
 from quire.server.active_request import Work
 from quire.server.admin import cache
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask, Breakpoint
+from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.messages import Reply
 from quire.server.protocols.anthropic.parsing import conversation, to_ask
@@ -43,18 +43,18 @@ EPHEMERAL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 
-def parse(**body: Any) -> Ask:
+def parse(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO} | body)
     return to_ask(msgspec.json.decode(data, type=MessagesRequest))
 
 
-def chat_of(ask: Ask) -> ChatRequest:
+def chat_of(ask: InferenceRequest) -> ChatRequest:
     (prompt,) = ask.prompts
     assert isinstance(prompt, ChatRequest)
     return prompt
 
 
-def texts(ask: Ask) -> list[tuple[str, list[str]]]:
+def texts(ask: InferenceRequest) -> list[tuple[str, list[str]]]:
     return [(message.role.value, [part.text for part in message.parts]) for message in chat_of(ask).messages]
 
 
@@ -71,7 +71,7 @@ def test_every_field_arrives() -> None:
         temperature=0.5, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=-3, ignore_eos=True,
         priority="low", cache_salt="team-a", cache=True, metadata={"user_id": "u"}, service_tier="standard_only",
     )  # fmt: skip
-    assert ask == Ask(
+    assert ask == InferenceRequest(
         model="smollm2",
         prompts=(ChatRequest((Message(Role.SYSTEM, (Part("Be brief."),)), Message(Role.USER, (Part("Hello"),)))),),
         params=GenerationParams(
@@ -471,7 +471,7 @@ def test_the_shape_of_an_answer() -> None:
 class FakeWork:
     """What a codec reads of a Work."""
 
-    ask: Ask
+    ask: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     num_prompt: int = 100
     num_cached: int = 0
@@ -783,7 +783,7 @@ def test_the_message_names_the_field(error: ApiError, message: str) -> None:
 # The cache endpoints
 
 
-def cache_ask(body: dict[str, Any]) -> Ask:
+def cache_ask(body: dict[str, Any]) -> InferenceRequest:
     return cache.to_ask(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
 
 

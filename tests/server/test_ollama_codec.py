@@ -20,7 +20,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
 from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.server.models import Models
 from quire.server.protocols.ollama import pull
 from quire.server.protocols.ollama.catalog import API_VERSION, NEVER
@@ -43,17 +43,17 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "requir
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Look.", "parameters": WEATHER}}
 
 
-def chat_ask(**body: Any) -> Ask:
+def chat_ask(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "messages": HELLO} | body)
     return parse_chat(msgspec.json.decode(data, type=OllamaChatRequest))
 
 
-def generate_ask(**body: Any) -> Ask:
+def generate_ask(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "prompt": "Hello"} | body)
     return parse_generate(msgspec.json.decode(data, type=OllamaGenerateRequest))
 
 
-def chat_of(ask: Ask) -> ChatRequest:
+def chat_of(ask: InferenceRequest) -> ChatRequest:
     (prompt,) = ask.prompts
     assert isinstance(prompt, ChatRequest)
     return prompt
@@ -71,7 +71,7 @@ def test_every_field_of_a_chat_arrives() -> None:
         stream=False, format="json", options=options, tools=[TOOL], think="high", logprobs=True, top_logprobs=2,
         priority="low", cache_salt="team-a", cache=True,
     )  # fmt: skip
-    assert ask == Ask(
+    assert ask == InferenceRequest(
         model="m",
         prompts=(
             ChatRequest(
@@ -98,7 +98,7 @@ def test_answers_stream_unless_they_are_not_to() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ask"), [(OllamaChatRequest, chat_ask), (OllamaGenerateRequest, generate_ask)])
-def test_null_is_the_same_as_left_out(kind: type[msgspec.Struct], ask: Callable[..., Ask]) -> None:
+def test_null_is_the_same_as_left_out(kind: type[msgspec.Struct], ask: Callable[..., InferenceRequest]) -> None:
     optional = [name for name in kind.__struct_fields__ if name not in ("model", "messages", "prompt")]
     assert len(optional) > 10
     assert ask(**dict.fromkeys(optional)) == ask()
@@ -279,7 +279,7 @@ def test_a_model_is_found_with_the_default_tag_and_without() -> None:
 class FakeWork:
     """What a codec reads of a Work."""
 
-    ask: Ask
+    ask: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     error: Exception | None = None
     cache: None = None

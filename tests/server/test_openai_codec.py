@@ -24,7 +24,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.active_request import Work
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.inference_request import Ask, Breakpoint
+from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import view
 from quire.server.protocols.openai import other_servers, types
 from quire.server.protocols.openai.chat import chat_stream, parse_chat, parse_messages, whole_chat
@@ -64,12 +64,12 @@ CHAT_FIELDS = frozenset(types.ChatCompletionRequest.__struct_fields__)
 COMPLETION_FIELDS = frozenset(types.CompletionRequest.__struct_fields__)
 
 
-def chat(**fields: Any) -> Ask:
+def chat(**fields: Any) -> InferenceRequest:
     body = json.dumps({"messages": USER, **fields})
     return parse_chat(msgspec.json.decode(body, type=types.ChatCompletionRequest))
 
 
-def completion(**fields: Any) -> Ask:
+def completion(**fields: Any) -> InferenceRequest:
     body = json.dumps({"prompt": "Hi", **fields})
     return parse_completion(msgspec.json.decode(body, type=types.CompletionRequest))
 
@@ -1053,7 +1053,7 @@ def test_offsets_leave_out_what_a_tokenizer_adds() -> None:
 class MadeUpWork:
     """What a codec reads of a Work."""
 
-    def __init__(self, ask: Ask, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
+    def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
         self.ask = ask
         self.request_id = "req_1"
         self.model = "m"

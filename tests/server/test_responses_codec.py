@@ -22,7 +22,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
 from quire.server.active_request import ClientGone, Work
 from quire.server.errors import ApiError, Kind, from_quire
-from quire.server.inference_request import Ask, Breakpoint
+from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.errors import RESPONSES
 from quire.server.protocols.openai.responses import Reply
 from quire.server.protocols.openai.responses_items import AnswerItems
@@ -43,7 +43,7 @@ def body_of(**fields: Any) -> ResponsesRequest:
     return msgspec.json.decode(json.dumps({"input": "Hi", **fields}), type=ResponsesRequest)
 
 
-def ask_for(**fields: Any) -> Ask:
+def ask_for(**fields: Any) -> InferenceRequest:
     return parse_responses(body_of(**fields))
 
 
@@ -435,7 +435,9 @@ class Script:
 class MadeUpWork:
     """What a codec reads of a Work."""
 
-    def __init__(self, ask: Ask, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]) -> None:
+    def __init__(
+        self, ask: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
+    ) -> None:
         self.ask = ask
         self.request_id = "r1"
         self.model = "m"

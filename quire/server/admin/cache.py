@@ -17,7 +17,7 @@ from quire.core.request import check_tokens
 from quire.engine.params import MAX_PIN_TTL_S, GenerationParams, check_pin_id
 from quire.errors import ContextTooLong, InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask, Prompt
+from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
@@ -186,7 +186,7 @@ async def _prompt(call: Call, service: Service, body: ExplainRequest) -> tuple[t
     return tokens, service.salt_for(call.key, ask.cache_salt)
 
 
-def to_ask(body: ExplainRequest) -> Ask:
+def to_ask(body: ExplainRequest) -> InferenceRequest:
     prompt: Prompt
     if body.messages is not None and body.prompt is not None:
         raise InvalidRequest("messages and prompt exclude each other")
@@ -196,7 +196,7 @@ def to_ask(body: ExplainRequest) -> Ask:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     else:
         raise InvalidRequest("prompt is missing; messages would do as well")
-    return Ask(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
+    return InferenceRequest(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
 
 
 def _content_id(tokens: tuple[int, ...], salt: str) -> str:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.text.chat import ChatRequest
 from quire.text.schemas import SchemaNotHeld
 from quire.text.tool_grammars import ToolsTooLarge, guilty_tool, held_parameters
@@ -29,7 +29,7 @@ _SAID = re.compile(
 )
 
 
-def with_unenforced(ask: Ask, words_field: str | None) -> Ask:
+def with_unenforced(ask: InferenceRequest, words_field: str | None) -> InferenceRequest:
     """The ask with the paths of all schema keywords that its answer is not held to.
 
     `words_field`: what the shape of words was asked for by. Raises ApiError for a strict tool that cannot be held.
@@ -52,7 +52,9 @@ def _unenforced_of(tool: Tool) -> list[str]:
         raise shape_error(tool.schema_path, error) from None
 
 
-async def answer_in_shape(ask: Ask, words_field: str | None, respond: Callable[[Ask], Awaitable[T]]) -> T:
+async def answer_in_shape(
+    ask: InferenceRequest, words_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
+) -> T:
     """Answer; where the schema of a tool that is not strict cannot be compiled, answer with any arguments for it."""
     num_tries = 0
     while True:
@@ -86,18 +88,18 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_tool(ask: Ask, error: str) -> Tool | None:
+def _guilty_tool(ask: InferenceRequest, error: str) -> Tool | None:
     """The tool whose schema the compiler speaks of."""
     number, tools = guilty_tool(error), _callable_tools(ask)
     return None if number is None or number >= len(tools) else tools[number]
 
 
-def _callable_tools(ask: Ask) -> Sequence[Tool]:
+def _callable_tools(ask: InferenceRequest) -> Sequence[Tool]:
     chat = ask.prompts[0]
     return chat.callable_tools if isinstance(chat, ChatRequest) else ()
 
 
-def _freed(ask: Ask, guilty: Tool | None, *, is_alone: bool) -> Ask | None:
+def _freed(ask: InferenceRequest, guilty: Tool | None, *, is_alone: bool) -> InferenceRequest | None:
     """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
     chat = ask.prompts[0]
     if not isinstance(chat, ChatRequest):
@@ -108,7 +110,7 @@ def _freed(ask: Ask, guilty: Tool | None, *, is_alone: bool) -> Ask | None:
     return _freed_of(ask, [guilty] if guilty is not None and is_alone else loose)
 
 
-def _freed_of(ask: Ask, freed: Sequence[Tool]) -> Ask | None:
+def _freed_of(ask: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequest | None:
     chat = ask.prompts[0]
     if not isinstance(chat, ChatRequest) or not freed:
         return None

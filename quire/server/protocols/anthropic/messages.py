@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `Ask` and one `Work`.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `InferenceRequest` and one `Work`.
 
 Two things are as a careful reader of the SDK would want them, where Anthropic's API leaves it open: an answer without
 text still has its one, empty, text block, and max_tokens = 0 fills the cache and answers with no block at all.
@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.core.request import FinishReason
 from quire.errors import RequestFailed
-from quire.server.inference_request import Ask, Prompt
+from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.anthropic.blocks import BlockWriter, blocks_of
 from quire.server.protocols.anthropic.editing import Edited, apply
 from quire.server.protocols.anthropic.parsing import (
@@ -70,7 +70,7 @@ async def messages(call: Call) -> Response:
     return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body, edited))
 
 
-async def _respond(call: Call, body: MessagesRequest, edited: Edited, ask: Ask) -> Response:
+async def _respond(call: Call, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     num_hour_tokens = hour_tokens(call.service, work)
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)

@@ -1,4 +1,4 @@
-"""From a body of `/v1/messages` to an `Ask`: what is refused by name, and where the cache is to be kept."""
+"""From a body of `/v1/messages` to an `InferenceRequest`: what is refused by name, and where the cache is to be kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask, Breakpoint, priority_of
+from quire.server.inference_request import Breakpoint, InferenceRequest, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
 from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
 from quire.server.protocols.anthropic.types import (
@@ -44,10 +44,10 @@ _PART = re.compile(r"\[(\d+)\]")
 _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 
 
-def to_ask(body: MessagesRequest) -> Ask:
+def to_ask(body: MessagesRequest) -> InferenceRequest:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
-    ask = Ask(
+    ask = InferenceRequest(
         model=body.model,
         prompts=(chat,),
         params=_params(body),

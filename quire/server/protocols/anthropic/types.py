@@ -1,7 +1,7 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and what answers them.
 
 Everything a client may leave out it may also send as null. What a field may hold beyond its type is checked when the
-body becomes an `Ask`.
+body becomes an `InferenceRequest`.
 """
 
 from __future__ import annotations

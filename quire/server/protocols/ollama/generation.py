@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `Ask` and one `Work`.
+"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `InferenceRequest` and one `Work`.
 
 Answers stream unless `stream` is false: lines of JSON, the last one with the figures.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.active_request import Work
-    from quire.server.inference_request import Ask
+    from quire.server.inference_request import InferenceRequest
     from quire.server.models import Model
     from quire.server.request_context import Call
 
@@ -79,9 +79,15 @@ async def generate(call: Call) -> Response:
 
 
 async def _generate(
-    call: Call, body: OllamaBody, ask: Ask, make: MakeAnswer, *, is_raw: bool = False, has_context: bool = False
+    call: Call,
+    body: OllamaBody,
+    ask: InferenceRequest,
+    make: MakeAnswer,
+    *,
+    is_raw: bool = False,
+    has_context: bool = False,
 ) -> Response:
-    async def respond(ask: Ask) -> Response:
+    async def respond(ask: InferenceRequest) -> Response:
         work = await call.open(ask)
         call.note(IGNORED, unmet(body, call.service, is_raw=is_raw))
         reply = Reply(work, body.model, make, has_context=has_context)

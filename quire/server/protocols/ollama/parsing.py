@@ -1,4 +1,4 @@
-"""From a body of `/api/chat` or `/api/generate` to an `Ask`. Pure: what needs the model is `unmet`."""
+"""From a body of `/api/chat` or `/api/generate` to an `InferenceRequest`. Pure: what needs the model is `unmet`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.core.request import check_tokens
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Ask, Prompt, priority_of
+from quire.server.inference_request import InferenceRequest, Prompt, priority_of
 from quire.server.protocols.ollama.support import IGNORED_OPTIONS, refuse_unsupported
 from quire.server.protocols.ollama.types import (
     THINK_LEVELS,
@@ -63,7 +63,7 @@ def find_model(models: Models, name: str) -> Model:
     raise ApiError(Kind.NO_MODEL, text, param="model")
 
 
-def parse_chat(body: OllamaChatRequest) -> Ask:
+def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
     """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     messages = parse_messages(body.messages or ())
     is_prefill = messages[-1].role is Role.ASSISTANT
@@ -81,7 +81,7 @@ def parse_chat(body: OllamaChatRequest) -> Ask:
     return _ask(body, chat)
 
 
-def parse_generate(body: OllamaGenerateRequest) -> Ask:
+def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
     """`context` is left to the handler: the prompt behind it has to be tokenised first."""
     refuse_unsupported(body)
     prompt = body.prompt or ""
@@ -125,12 +125,12 @@ def keep_alive_s(value: str | float | None) -> float | None:
     return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(value))
 
 
-def _ask(body: OllamaBody, prompt: Prompt) -> Ask:
+def _ask(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
     refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
     with in_their_words(NAMES):
-        ask = Ask(
+        ask = InferenceRequest(
             model=body.model,
             prompts=(prompt,),
             params=_params(body, options),

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.inference_request import Ask, Breakpoint
+from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
@@ -84,7 +84,7 @@ async def chat_completions(call: Call) -> Response:
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Response:
+async def _respond(call: Call, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
@@ -105,7 +105,7 @@ async def _respond(call: Call, body: ChatCompletionRequest, ask: Ask) -> Respons
 # In
 
 
-def parse_chat(body: ChatCompletionRequest) -> Ask:
+def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     refuse_unsupported(body)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
@@ -255,7 +255,7 @@ class ChatChoices:
 
 def chat_stream(
     head: AnswerHead,
-    ask: Ask,
+    ask: InferenceRequest,
     *,
     include_usage: bool,
     has_running_usage: bool = False,

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from quire.core.request import check_tokens
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.errors import InvalidRequest
-from quire.server.inference_request import MAX_PROMPTS, Ask, Prompt
+from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
@@ -62,7 +62,7 @@ async def completions(call: Call) -> Response:
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
+async def _respond(call: Call, body: CompletionRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     tokenizer = call.service.text.tokenizer
     echoes = [echo_of(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
@@ -90,7 +90,7 @@ async def _respond(call: Call, body: CompletionRequest, ask: Ask) -> Response:
 # In
 
 
-def parse_completion(body: CompletionRequest) -> Ask:
+def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     refuse_unsupported(body)
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
@@ -148,7 +148,7 @@ class Echo(NamedTuple):
     hidden: frozenset[int] = frozenset()  # tokens that are left out of it
 
 
-def echo_of(prompt: Prompt, tokenizer: Tokenizer, ask: Ask) -> Echo:
+def echo_of(prompt: Prompt, tokenizer: Tokenizer, ask: InferenceRequest) -> Echo:
     """A text is repeated as it came, token ids by their text."""
     if isinstance(prompt, str):
         return Echo(prompt)
@@ -204,7 +204,7 @@ class CompletionChoices:
 
 def completion_stream(
     head: AnswerHead,
-    ask: Ask,
+    ask: InferenceRequest,
     echoes: Sequence[Echo] | None,
     *,
     include_usage: bool,

@@ -10,7 +10,7 @@ from typing import TypeVar
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.inference_request import MAX_BREAKPOINTS, Ask, Breakpoint, Prompt, priority_of
+from quire.server.inference_request import MAX_BREAKPOINTS, Breakpoint, InferenceRequest, Prompt, priority_of
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape
@@ -91,13 +91,13 @@ def ask_of(
     prompts: tuple[Prompt, ...],
     params: GenerationParams,
     breakpoints: tuple[Breakpoint, ...] = (),
-) -> Ask:
+) -> InferenceRequest:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for stream = true")
     options = body.prompt_cache_options
     mode = None if options is None else options.mode
     _choose("prompt_cache_options.mode", mode, {"implicit": None, "explicit": None}, None)
-    return Ask(
+    return InferenceRequest(
         model=body.model,
         prompts=prompts,
         params=params,

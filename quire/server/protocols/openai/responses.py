@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer protocol around one `Ask` and one `Work`, without its store."""
+"""POST /v1/responses: OpenAI's newer protocol around one `InferenceRequest` and one `Work`, without its store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import told
-from quire.server.inference_request import Ask
+from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.responses_items import AnswerItems
@@ -57,7 +57,7 @@ async def responses(call: Call) -> Response:
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: ResponsesRequest, ask: Ask) -> Response:
+async def _respond(call: Call, body: ResponsesRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     reply = Reply(work, body)
     if ask.is_streaming:

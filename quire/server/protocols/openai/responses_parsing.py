@@ -11,7 +11,7 @@ import msgspec
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
-from quire.server.inference_request import Ask, Breakpoint
+from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
@@ -42,7 +42,7 @@ _OTHER_PARTS = {"input_image": "images", "input_file": "files", "input_audio": "
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def parse_responses(body: ResponsesRequest) -> Ask:
+def parse_responses(body: ResponsesRequest) -> InferenceRequest:
     """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     for name, row in UNSUPPORTED.items():
         value = getattr(body, name)
