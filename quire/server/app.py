@@ -59,7 +59,7 @@ from quire.server.protocols.openai.types import (
     Model,
     ModelList,
 )
-from quire.server.request_context import Call, CallLimits, Handler, answer
+from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 
@@ -88,7 +88,7 @@ class Endpoint:
     query: type[msgspec.Struct] | None = None  # the part of the address behind `?`
 
 
-async def openapi_json(call: Call) -> Response:
+async def openapi_json(call: RequestContext) -> Response:
     body = await asyncio.to_thread(_openapi_bytes, call.models.default.name)
     return Response(body, 200, call.headers, "application/json")
 
@@ -98,7 +98,7 @@ def _openapi_bytes(model: str) -> bytes:
     return msgspec.json.encode(openapi(ENDPOINTS, __version__, model=model))
 
 
-async def docs(call: Call) -> Response:
+async def docs(call: RequestContext) -> Response:
     return HTMLResponse(PAGE, headers={**call.headers, **HEADERS})
 
 
@@ -228,7 +228,7 @@ class Gate:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
 
-    def check(self, call: Call, access: Access) -> None:
+    def check(self, call: RequestContext, access: Access) -> None:
         headers = call.request.headers
         num_hosts = len(headers.getlist("host"))
         if num_hosts > 1 or (num_hosts == 0 and call.request.scope["http_version"] != "1.0"):
@@ -278,7 +278,7 @@ class Path:
     """All methods of one path, as an ASGI application."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], models: Models, watch: Watch, gate: Gate, limits: CallLimits
+        self, endpoints: Sequence[Endpoint], models: Models, watch: Watch, gate: Gate, limits: RequestLimits
     ) -> None:
         self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
         if "GET" in self._endpoints:
@@ -290,7 +290,7 @@ class Path:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(scope, receive, send, models=self._models, watch=self._watch, limits=self._limits)
+        call = RequestContext(scope, receive, send, models=self._models, watch=self._watch, limits=self._limits)
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not what was typed: it is a label
         call.dialect = self._dialect(call)
@@ -301,14 +301,14 @@ class Path:
         finally:
             await call.finish()
 
-    def _dialect(self, call: Call) -> Dialect:
+    def _dialect(self, call: RequestContext) -> Dialect:
         """Of the path; some are asked by clients of several protocols."""
         if self._first.dialect is OLLAMA or call.request.scope["path"].startswith("/api/"):
             return OLLAMA
         return ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
 
     def _pass(self, endpoint: Endpoint | None) -> Handler:
-        async def handle(call: Call) -> Response:
+        async def handle(call: RequestContext) -> Response:
             self._gate.check(call, Access.USER if endpoint is None else endpoint.access)
             if endpoint is None:
                 call.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
@@ -320,7 +320,7 @@ class Path:
         return handle
 
 
-async def not_found(call: Call) -> Response:
+async def not_found(call: RequestContext) -> Response:
     path = call.request.scope["path"]
     meant = None if why_unserved(path) else find_meant(path, ENDPOINTS)
     if meant is not None and call.dialect is OPENAI:
@@ -328,7 +328,7 @@ async def not_found(call: Call) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; {advice(path, meant)}")
 
 
-def make_app(served: Models, gate: Gate, limits: CallLimits) -> ASGIApp:
+def make_app(served: Models, gate: Gate, limits: RequestLimits) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)

@@ -24,7 +24,7 @@ from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config
 from quire.server.model_service import ServiceLimits
 from quire.server.models import Models, Shared
 from quire.server.observability.metrics import Exposition
-from quire.server.request_context import CallLimits
+from quire.server.request_context import RequestLimits
 
 LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
 
@@ -100,7 +100,7 @@ class _Main:
     async def serve(self, sockets: list[socket.socket]) -> None:
         config = self._config
         self._models = self._make_models()
-        call_limits = CallLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
+        call_limits = RequestLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
         app = make_app(self._models, self._gate, call_limits)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout_s

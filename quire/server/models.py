@@ -350,7 +350,7 @@ class Models:
         return work
 
     async def use(self, name: str | None) -> Service:
-        """For a question that is asked at once. Who waits before it asks, or asks twice, wants `Call.use`."""
+        """For a question that is asked at once. Who waits before it asks, or asks twice, wants `RequestContext.use`."""
         model = self.find(name)
         await self.hold(model)
         self.release(model)

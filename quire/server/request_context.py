@@ -1,6 +1,6 @@
 """One HTTP request from the door to its answer: who it is, what it brought, whether it is still there.
 
-Handlers get a `Call` and return a response; what they raise becomes an error in the words of their protocol.
+Handlers get a `RequestContext` and return a response; what they raise becomes an error in the words of their protocol.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ say_once = Once()
 
 
 @dataclass(frozen=True, slots=True)
-class CallLimits:
+class RequestLimits:
     max_body_bytes: int = 16 * MIB
     body_s: float = 10.0  # and a second for every MiB
     keep_alive_s: float = 10.0
     max_all_bytes: int = 256 * MIB  # of all bodies that are being read
 
 
-class Call:
+class RequestContext:
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, models: Models, watch: Watch, limits: CallLimits
+        self, scope: Scope, receive: Receive, send: Send, *, models: Models, watch: Watch, limits: RequestLimits
     ) -> None:
         self.request = Request(scope, receive, send)
         self.models = models
@@ -283,10 +283,10 @@ class Call:
             opening.result().close()
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
-async def answer(call: Call, handler: Handler) -> Response | None:
+async def answer(call: RequestContext, handler: Handler) -> Response | None:
     """Run a handler. Every failure becomes an answer; None: there is nobody left to answer."""
     try:
         return await handler(call)
@@ -302,7 +302,7 @@ async def answer(call: Call, handler: Handler) -> Response | None:
         return await _refuse(call, ApiError(Kind.FAILED, text, reason="internal"))
 
 
-async def _refuse(call: Call, error: ApiError) -> Response:
+async def _refuse(call: RequestContext, error: ApiError) -> Response:
     call.model.metrics.rejected(error.reason)
     if hasattr(call, "key") and call.key.is_admin:
         error.message = error.admin_message

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from quire.backends.base import Capacity
     from quire.server.model_service import Service
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 DEFAULT_TTL_S = 300.0
 
@@ -100,7 +100,7 @@ class Unpinned(msgspec.Struct, frozen=True):
     unpinned: bool
 
 
-async def explain(call: Call) -> Response:
+async def explain(call: RequestContext) -> Response:
     """A dry run: what the cache would give this prompt now, and why not more."""
     body = await call.body(ExplainRequest)
     service = _service(call, body.model)
@@ -108,7 +108,7 @@ async def explain(call: Call) -> Response:
     return call.json(view(await service.client.explain(tokens, salt), len(tokens)))
 
 
-async def stats(call: Call) -> Response:
+async def stats(call: RequestContext) -> Response:
     service = _service(call, call.request.query_params.get("model"))
     found = await service.client.stats()
     if found is None:
@@ -124,7 +124,7 @@ async def stats(call: Call) -> Response:
     return call.json(answer)
 
 
-async def clear(call: Call) -> Response:
+async def clear(call: RequestContext) -> Response:
     """For the keeper: forget all that is cached, pins included. Requests under way keep what they have."""
     service = _service(call, call.request.query_params.get("model"))
     _capacity(service)
@@ -132,7 +132,7 @@ async def clear(call: Call) -> Response:
     return call.json(Cleared(cleared=True))
 
 
-async def pin(call: Call) -> Response:
+async def pin(call: RequestContext) -> Response:
     """For the keeper: hold on to what is cached of this prompt. Computes nothing: send the prompt first."""
     body = await call.body(PinRequest)
     service = _service(call, body.model)
@@ -144,7 +144,7 @@ async def pin(call: Call) -> Response:
     return call.json(Pinned(pin_id, await service.client.pin(pin_id, tokens, salt, ttl_s)))
 
 
-async def unpin(call: Call) -> Response:
+async def unpin(call: RequestContext) -> Response:
     body = await call.body(UnpinRequest)
     _check_id(body.id)
     service = _service(call, body.model)
@@ -152,7 +152,7 @@ async def unpin(call: Call) -> Response:
     return call.json(Unpinned(unpinned=await service.client.unpin(body.id)))
 
 
-def _service(call: Call, name: str | None) -> Service:
+def _service(call: RequestContext, name: str | None) -> Service:
     """Of a model that is loaded: asking after its cache loads none, for then there would be nothing in it."""
     model = call.models.find(name)
     if model.service is None:
@@ -172,7 +172,7 @@ def _not_loaded(name: str) -> ApiError:
     return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
-async def _prompt(call: Call, service: Service, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
+async def _prompt(call: RequestContext, service: Service, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
     ask = to_ask(body)
     tokens = await service.encode(ask.prompts[0])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.models import Model
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     full_model_len: int | None  # what that would be, had its KV cache room enough
 
 
-async def load(call: Call) -> Response:
+async def load(call: RequestContext) -> Response:
     body = await call.body(LoadRequest)
     model = call.models.find(body.model)
     loading = call.models.begin(call.models.load(model))
@@ -48,7 +48,7 @@ async def load(call: Call) -> Response:
     return call.json(status(model))
 
 
-async def unload(call: Call) -> Response:
+async def unload(call: RequestContext) -> Response:
     """What comes for it meanwhile waits, and has it loaded again."""
     body = await call.body(UnloadRequest)
     model = call.models.find(body.model)
@@ -59,14 +59,14 @@ async def unload(call: Call) -> Response:
     return call.json(status(model))
 
 
-async def pin(call: Call) -> Response:
+async def pin(call: RequestContext) -> Response:
     """Loads nothing: it is about who goes when there is no room."""
     model = call.models.find((await call.body(PinRequest)).model)
     call.models.manager.pin(model.seat)
     return call.json(status(model))
 
 
-async def unpin(call: Call) -> Response:
+async def unpin(call: RequestContext) -> Response:
     model = call.models.find((await call.body(PinRequest)).model)
     call.models.manager.unpin(model.seat)
     return call.json(status(model))

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Every state of it has a timer that ends it: waiting for headers, idle between requests, unread
-    answers, last bytes. A body has its own in `Call`; an answer in the making has a client that is watched."""
+    answers, last bytes. A body has its own in `RequestContext`; an answer in the making has a client that is watched."""
 
     max_connections = 4096
     header_s = HEADER_S

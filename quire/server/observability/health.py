@@ -18,7 +18,7 @@ from quire.server.models import Model, Models
 from quire.server.protocols.openai.chat import conversation_of
 from quire.server.protocols.openai.parsing import NAMES, in_their_words
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
-from quire.server.request_context import IGNORED, Call
+from quire.server.request_context import IGNORED, RequestContext
 from quire.text.chat import ChatRequest
 
 STATS_S = 2.0  # a worker in the middle of a long step answers later; then the last known figures do
@@ -102,19 +102,19 @@ def _status(service: Service) -> str:
     return "ok" if service.client.is_moving else "stuck"
 
 
-async def health(call: Call) -> Response:
+async def health(call: RequestContext) -> Response:
     """Alive: the engine's loop moves. Draining is healthy."""
     found = status(call.models)
     return call.json(Health(found), 200 if found == "ok" else 503)
 
 
-async def ready(call: Call) -> Response:
+async def ready(call: RequestContext) -> Response:
     """Whether to send it traffic."""
     found = "draining" if call.models.is_draining else status(call.models)
     return call.json(Health(found), 200 if found == "ok" else 503)
 
 
-async def version(call: Call) -> Response:
+async def version(call: RequestContext) -> Response:
     """Of one model, the default unless ?model= names another."""
     model = call.models.find(call.request.query_params.get("model"))
     if model.service is None or (facts := model.service.client.facts) is None:
@@ -123,7 +123,7 @@ async def version(call: Call) -> Response:
     return call.json(Version(__version__, model.name, runner.backend, runner.device, runner.dtype, scheduling))
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: RequestContext) -> Response:
     await asyncio.gather(*(_take_metrics(model) for model in call.models))
     body, kind = call.models.exposition.render()
     return Response(body, 200, {**call.headers, "content-type": kind})
@@ -145,7 +145,7 @@ async def current_stats(service: Service) -> Stats | None:
         return None
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: RequestContext) -> Response:
     body = await call.body(TokenizeRequest)
     service = await call.use(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -176,7 +176,7 @@ def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatReq
     return conversation_of(asked)[0]
 
 
-async def tokenizer_info(call: Call) -> Response:
+async def tokenizer_info(call: RequestContext) -> Response:
     """What clients need that tokenise and render templates themselves, such as lm-evaluation-harness."""
     service = await call.use(call.request.query_params.get("model"))
     text = service.text
@@ -196,7 +196,7 @@ async def tokenizer_info(call: Call) -> Response:
     )
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: RequestContext) -> Response:
     body = await call.body(DetokenizeRequest)
     service = await call.use(body.model)
     size = service.text.spec.vocab_size

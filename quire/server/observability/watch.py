@@ -28,7 +28,7 @@ from quire.server.models import Model, Models
 from quire.server.observability.snapshot import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
 
 if TYPE_CHECKING:
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 MAX_WATCHERS = 16
 MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all
@@ -58,7 +58,7 @@ class HeldQuery(msgspec.Struct, frozen=True):
     model: Annotated[str | None, Meta(description="By default the first.")] = None
 
 
-async def watch(call: Call) -> Response:
+async def watch(call: RequestContext) -> Response:
     query = parse_query(call, WatchQuery)
     if call.request.method == "HEAD":
         return Response(None, 200, call.headers, "text/event-stream; charset=utf-8")
@@ -71,7 +71,7 @@ async def watch(call: Call) -> Response:
         watcher.leave()
 
 
-async def watch_blocks(call: Call) -> Response:
+async def watch_blocks(call: RequestContext) -> Response:
     """Who holds these blocks: asked when somebody points at them."""
     query = parse_query(call, BlocksQuery)
     model = call.models.find(query.model)
@@ -81,7 +81,7 @@ async def watch_blocks(call: Call) -> Response:
     return call.json(blocks_answer(model.name, found, tuple(model.service.works), call.key))
 
 
-async def watch_held(call: Call) -> Response:
+async def watch_held(call: RequestContext) -> Response:
     """Which blocks a request holds: asked when somebody points at it."""
     query = parse_query(call, HeldQuery)
     model = call.models.find(query.model)
@@ -93,7 +93,7 @@ async def watch_held(call: Call) -> Response:
     return call.json(HeldAnswer(model.name, work.request_id, await model.service.client.find_held(ids)))
 
 
-def parse_query(call: Call, kind: type[Q]) -> Q:
+def parse_query(call: RequestContext, kind: type[Q]) -> Q:
     """The part of the address behind `?`. What it has beside is nobody's."""
     given = dict(call.request.query_params)
     try:

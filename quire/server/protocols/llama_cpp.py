@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from quire.server.active_request import Work
     from quire.server.models import Model
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 
 class SlotParams(msgspec.Struct, kw_only=True):
@@ -74,7 +74,7 @@ class RenderedPrompt(msgspec.Struct):
     prompt: str
 
 
-async def props(call: Call) -> Response:
+async def props(call: RequestContext) -> Response:
     """Of one model, the default unless ?model= names another. Loads nothing."""
     model = call.models.find(call.request.query_params.get("model"))
     facts = await facts_of(model)
@@ -95,7 +95,7 @@ async def props(call: Call) -> Response:
     )
 
 
-async def slots(call: Call) -> Response:
+async def slots(call: RequestContext) -> Response:
     """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
     model = call.models.find(call.request.query_params.get("model"))
     works = [] if model.service is None else sorted(model.service.works, key=lambda work: work.caller.arrived_s)
@@ -105,7 +105,7 @@ async def slots(call: Call) -> Response:
     return call.json([_slot(i, n_ctx, running[i] if i < len(running) else None, call) for i in range(count)])
 
 
-async def apply_template(call: Call) -> Response:
+async def apply_template(call: RequestContext) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, as text."""
     body = await call.body(ChatCompletionRequest)
     (chat,) = parse_chat(body).prompts
@@ -119,7 +119,7 @@ def _num_slots(model: Model) -> int:
     return 0 if model.facts is None else model.facts.capacity.max_seqs
 
 
-def _slot(slot_id: int, n_ctx: int, work: Work | None, call: Call) -> Slot:
+def _slot(slot_id: int, n_ctx: int, work: Work | None, call: RequestContext) -> Slot:
     if work is None or not is_shown(work, call.key):
         return Slot(id=slot_id, n_ctx=n_ctx, is_processing=work is not None)
     usage = work.usage

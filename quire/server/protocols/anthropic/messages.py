@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 
     from quire.server.active_request import Work
     from quire.server.model_service import Service
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 
-async def messages(call: Call) -> Response:
+async def messages(call: RequestContext) -> Response:
     body = await call.body(MessagesRequest)
     ask = to_ask(body)
     edited = await _edited(call, body, ask.prompts[0])
@@ -70,7 +70,7 @@ async def messages(call: Call) -> Response:
     return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body, edited))
 
 
-async def _respond(call: Call, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
+async def _respond(call: RequestContext, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     num_hour_tokens = hour_tokens(call.service, work)
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
@@ -81,7 +81,7 @@ async def _respond(call: Call, body: MessagesRequest, edited: Edited, ask: Infer
     return call.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 
-async def count_tokens(call: Call) -> Response:
+async def count_tokens(call: RequestContext) -> Response:
     """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
     body = await call.body(CountTokensRequest)
     refuse_unsupported(body)
@@ -97,7 +97,7 @@ async def count_tokens(call: Call) -> Response:
     return call.json(TokenCount(num_tokens, OriginalTokens(original)))
 
 
-def _served_name(call: Call, name: str) -> str | None:
+def _served_name(call: RequestContext, name: str) -> str | None:
     """Agents made for Anthropic's models ask for them by name: the default model answers, and the header says so."""
     if name in call.models.names or not name.startswith(ANTHROPIC_MODELS):
         return name
@@ -105,7 +105,7 @@ def _served_name(call: Call, name: str) -> str | None:
     return None
 
 
-async def _edited(call: Call, body: CountTokensRequest, chat: Prompt) -> Edited:
+async def _edited(call: RequestContext, body: CountTokensRequest, chat: Prompt) -> Edited:
     """The conversation after `context_management`. Counts tokens only where an edit could clear something."""
     assert isinstance(chat, ChatRequest)
 

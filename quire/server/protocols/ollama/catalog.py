@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.models import Model
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 API_VERSION = "0.12.11"  # the first Ollama whose API has logprobs, the newest field that is spoken here
 NEVER = "9999-12-31T23:59:59Z"
@@ -40,7 +40,7 @@ _PARAMETERS = {
 }
 
 
-async def tags(call: Call) -> Response:
+async def tags(call: RequestContext) -> Response:
     """An entry for every name a model has."""
     entries: list[ListedModel] = []
     for model in call.models:
@@ -60,7 +60,7 @@ async def tags(call: Call) -> Response:
     return call.json(ListedModels(models=entries))
 
 
-async def show(call: Call) -> Response:
+async def show(call: RequestContext) -> Response:
     body = await call.body(ShowRequest)
     model = find_model(call.models, given_name(body.model, body.name))
     facts = await facts_of(model)
@@ -76,7 +76,7 @@ async def show(call: Call) -> Response:
     )
 
 
-async def ps(call: Call) -> Response:
+async def ps(call: RequestContext) -> Response:
     """The models in memory."""
     entries: list[LoadedModel] = []
     for model in call.models:
@@ -100,7 +100,7 @@ async def ps(call: Call) -> Response:
     return call.json(LoadedModels(models=entries))
 
 
-async def version(call: Call) -> Response:
+async def version(call: RequestContext) -> Response:
     return call.json(OllamaVersion(version=API_VERSION, quire=__version__))
 
 

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from quire.server.active_request import Work
     from quire.server.inference_request import InferenceRequest
     from quire.server.models import Model
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 _encode = msgspec.json.Encoder().encode
 
 
-async def chat(call: Call) -> Response:
+async def chat(call: RequestContext) -> Response:
     body = await call.body(OllamaChatRequest)
     model = find_model(call.models, body.model)
     if not body.messages:
@@ -64,7 +64,7 @@ async def chat(call: Call) -> Response:
     return await _generate(call, body, replace(parse_chat(body), model=model.name), chat_answer)
 
 
-async def generate(call: Call) -> Response:
+async def generate(call: RequestContext) -> Response:
     body = await call.body(OllamaGenerateRequest)
     model = find_model(call.models, body.model)
     if not body.prompt:
@@ -79,7 +79,7 @@ async def generate(call: Call) -> Response:
 
 
 async def _generate(
-    call: Call,
+    call: RequestContext,
     body: OllamaBody,
     ask: InferenceRequest,
     make: MakeAnswer,
@@ -100,7 +100,7 @@ async def _generate(
         return await answer_in_shape(ask, shape_field(body), respond)
 
 
-async def _move(call: Call, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+async def _move(call: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
     """Load the model, or unload it: what a request without a prompt is for."""
     if keep_alive_s(body.keep_alive) == 0:
         if not call.key.is_admin:

@@ -27,13 +27,13 @@ from quire.weights.huggingface import HubName
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 _encode = msgspec.json.Encoder().encode
 _is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
 
 
-async def pull_model(call: Call) -> Response:
+async def pull_model(call: RequestContext) -> Response:
     """Fetch a model. If the client leaves, the download goes on, and a later pull finds what it fetched."""
     body = await call.body(PullRequest)
     given = given_name(body.model, body.name)

@@ -64,7 +64,7 @@ from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, ch
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 _NAMES = NAMES | {"logprobs": "top_logprobs", "prompt": "messages"}
 _ROLES = {
@@ -77,14 +77,14 @@ _ROLES = {
 _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 
-async def chat_completions(call: Call) -> Response:
+async def chat_completions(call: RequestContext) -> Response:
     body = await call.body(ChatCompletionRequest)
     ask = parse_chat(body)
     with in_their_words(_names(body)):
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
+async def _respond(call: RequestContext, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")

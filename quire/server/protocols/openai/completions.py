@@ -52,17 +52,17 @@ from quire.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: RequestContext) -> Response:
     body = await call.body(CompletionRequest)
     ask = parse_completion(body)
     with in_their_words(NAMES):
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: CompletionRequest, ask: InferenceRequest) -> Response:
+async def _respond(call: RequestContext, body: CompletionRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     tokenizer = call.service.text.tokenizer
     echoes = [echo_of(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None

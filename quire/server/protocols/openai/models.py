@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server import models
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 
-async def list_models(call: Call) -> Response:
+async def list_models(call: RequestContext) -> Response:
     entries = [entry for model in call.models for entry in await model_entries(model)]
     return call.json(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
 
 
-async def get_model(call: Call) -> Response:
+async def get_model(call: RequestContext) -> Response:
     """The route takes the rest of the path: names of models have slashes."""
     name = call.request.path_params["model"]
     entries = await model_entries(call.models.find(name))

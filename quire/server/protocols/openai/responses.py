@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.active_request import Work
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
 
-async def responses(call: Call) -> Response:
+async def responses(call: RequestContext) -> Response:
     body = await call.body(ResponsesRequest)
     ask = parse_responses(body)
     with in_their_words(names_of(body)):
         return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
 
 
-async def _respond(call: Call, body: ResponsesRequest, ask: InferenceRequest) -> Response:
+async def _respond(call: RequestContext, body: ResponsesRequest, ask: InferenceRequest) -> Response:
     work = await call.open(ask)
     reply = Reply(work, body)
     if ask.is_streaming:

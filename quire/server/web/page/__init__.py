@@ -16,7 +16,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.web.static import static_headers
 
 if TYPE_CHECKING:
-    from quire.server.request_context import Call
+    from quire.server.request_context import RequestContext
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -35,15 +35,15 @@ def page_files() -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in found if _suffix(one.name) in TYPES}
 
 
-async def page(call: Call) -> Response:
+async def page(call: RequestContext) -> Response:
     return _answer(call, "index.html")
 
 
-async def page_file(call: Call) -> Response:
+async def page_file(call: RequestContext) -> Response:
     return _answer(call, call.request.path_params["name"])
 
 
-def _answer(call: Call, name: str) -> Response:
+def _answer(call: RequestContext, name: str) -> Response:
     body = page_files().get(name)
     if body is None:
         raise ApiError(Kind.NOT_FOUND, f"there is no {name!r:.80} here")
