@@ -53,14 +53,14 @@ class Host(Protocol):
     def pulse(self) -> Pulse: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
-    def close_work(self, work: Work) -> None: ...
+    def close_work(self, work: ActiveRequest) -> None: ...
 
 
 class ClientGone(Exception):
     """Nobody reads the answer any more."""
 
 
-class Work:
+class ActiveRequest:
     """An async context: leaving it cancels what is left and writes the record, once."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Work:
         self._first_at_s: float | None = None
         self._last_at_s: float | None = None
 
-    async def __aenter__(self) -> Work:
+    async def __aenter__(self) -> ActiveRequest:
         return self
 
     async def __aexit__(

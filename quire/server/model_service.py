@@ -1,6 +1,6 @@
 """One loaded model and everything asked of it over HTTP: tokenising, submission, deadlines, the bill.
 
-Knows no protocol: codecs bring an `InferenceRequest` and read a `Work`.
+Knows no protocol: codecs bring an `InferenceRequest` and read a `ActiveRequest`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
-from quire.server.active_request import Caller, Work
+from quire.server.active_request import ActiveRequest, Caller
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
@@ -75,7 +75,7 @@ class Service:
         self._num_encoding = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._works: set[Work] = set()
+        self._works: set[ActiveRequest] = set()
         self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
 
     @property
@@ -91,7 +91,7 @@ class Service:
         return self._num_open
 
     @property
-    def works(self) -> Collection[Work]:
+    def works(self) -> Collection[ActiveRequest]:
         """All that have passed the bounds and are not over."""
         return self._works
 
@@ -104,13 +104,13 @@ class Service:
 
     # Work
 
-    async def open(self, ask: InferenceRequest, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> Work:
+    async def open(self, ask: InferenceRequest, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> ActiveRequest:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
 
         The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
         """
         self._enter()
-        work: Work | None = None
+        work: ActiveRequest | None = None
         try:
             if self.is_draining:
                 raise ending()
@@ -120,7 +120,7 @@ class Service:
             requests = [await self._request(ask, prompt, priority, salt, owner) for prompt in ask.prompts]
             if self._is_cut:
                 raise ending()
-            work = Work(self, ask, caller, priority, requests, ticket)
+            work = ActiveRequest(self, ask, caller, priority, requests, ticket)
             await self._submit(work, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
         except BaseException as error:
             if work is None:
@@ -131,7 +131,7 @@ class Service:
             raise
         return work
 
-    async def _submit(self, work: Work, limit_s: float) -> None:
+    async def _submit(self, work: ActiveRequest, limit_s: float) -> None:
         work.ticket.grow(work.num_prompt_tokens)
         quota = self.quotas.of(work.caller.key)
         quota.enter(work.num_prompt_tokens)
@@ -156,14 +156,14 @@ class Service:
         finally:
             work.submitting = None
 
-    def close_work(self, work: Work) -> None:
+    def close_work(self, work: ActiveRequest) -> None:
         """Called once by a work that is over."""
         if work in self._works:
             self._works.remove(work)
             self.quotas.of(work.caller.key).use(work.usage.completion_tokens)
         self._leave()
 
-    def _time_out(self, work: Work) -> None:
+    def _time_out(self, work: ActiveRequest) -> None:
         if not work.is_started:
             waited = f"waited {self.limits.queue_timeout_s:g} s in the queue"
             work.fail(self._too_late(waited, work.priority))
@@ -176,7 +176,7 @@ class Service:
             reason="queue_timeout",
         )
 
-    def _begin(self, work: Work, generation: Generation) -> None:
+    def _begin(self, work: ActiveRequest, generation: Generation) -> None:
         if not work.is_started:
             work.start(generation.queued_s or 0.0)
             self.count(self.metrics.started, work.priority, generation.queued_s or 0.0)

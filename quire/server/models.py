@@ -34,7 +34,7 @@ from quire.errors import (
     QuireError,
     TemplateError,
 )
-from quire.server.active_request import Caller, Work
+from quire.server.active_request import ActiveRequest, Caller
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
@@ -325,7 +325,7 @@ class Models:
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, ask: InferenceRequest, caller: Caller) -> Work:
+    async def open(self, ask: InferenceRequest, caller: Caller) -> ActiveRequest:
         """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
         if self.is_draining:
             raise ending()

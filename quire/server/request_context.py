@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.outputs import GenerationOutput
 from quire.errors import QuireError
-from quire.server.active_request import ClientGone, Work
+from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventStream
@@ -85,8 +85,8 @@ class RequestContext:
         self._limits = limits
         self.has_body = _announces_body(self.request.headers)  # that is not read yet
         self._gone: asyncio.Task[None] | None = None
-        self._opening: asyncio.Future[Work] | None = None
-        self._work: Work | None = None
+        self._opening: asyncio.Future[ActiveRequest] | None = None
+        self._work: ActiveRequest | None = None
         self.model = models.default  # whose figures it counts in
         self._held: list[Model] = []  # kept loaded until it is over
 
@@ -179,7 +179,7 @@ class RequestContext:
     def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
-    async def open(self, ask: InferenceRequest) -> Work:
+    async def open(self, ask: InferenceRequest) -> ActiveRequest:
         """Hand the ask to the model it names, unless the client leaves first."""
         self.model = self.models.find(ask.model)
         self.note(IGNORED, ask.ignored)
@@ -225,12 +225,12 @@ class RequestContext:
             raise ClientGone
         task.result()
 
-    async def result(self, work: Work) -> list[GenerationOutput]:
+    async def result(self, work: ActiveRequest) -> list[GenerationOutput]:
         """The whole answers. If the client leaves, the work is cancelled at once."""
         async with work:
             return await work.outputs()
 
-    async def stream(self, work: Work, events: AsyncIterator[bytes]) -> Response:
+    async def stream(self, work: ActiveRequest, events: AsyncIterator[bytes]) -> Response:
         """Events as they come. An error before the first one is an ordinary error answer."""
         stream = EventStream(work, events, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()

@@ -22,7 +22,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Delta, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError, RequestFailed
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.admin import cache
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest
@@ -514,7 +514,9 @@ def reply(
 ) -> Reply:
     wants_cache = bool(more.pop("wants_cache", False))
     ask = parse(max_tokens=max_tokens, cache=wants_cache, tools=more.pop("tools", None))
-    return Reply(cast(Work, FakeWork(ask, steps, **more)), max_tokens, hour_tokens, shows_thoughts=shows_thoughts)
+    return Reply(
+        cast(ActiveRequest, FakeWork(ask, steps, **more)), max_tokens, hour_tokens, shows_thoughts=shows_thoughts
+    )
 
 
 def stream(made: Reply) -> bytes:

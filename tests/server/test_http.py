@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from uvicorn.server import ServerState
 
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.http.event_stream import EventStream
 from quire.server.http.server import LINGER_S, HttpProtocol, make_config
@@ -149,7 +149,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
             if message.get("body") == OPENAI.keep_alive:
                 events.may_fail.set()
 
-        stream = EventStream(cast(Work, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
+        stream = EventStream(cast(ActiveRequest, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -165,7 +165,7 @@ def test_what_fails_before_the_first_keep_alive_has_a_status_of_its_own() -> Non
     async def serve() -> None:
         events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), SilentWork()
         events.may_fail.set()
-        stream = EventStream(cast(Work, work), events, {}, OPENAI, keep_alive_s=600)
+        stream = EventStream(cast(ActiveRequest, work), events, {}, OPENAI, keep_alive_s=600)
         with pytest.raises(ApiError, match="the queue is full"):
             await stream.begin()
         assert work.is_closed

@@ -18,7 +18,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import DownloadFailed, InvalidRequest
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
 from quire.server.models import Models
@@ -331,7 +331,7 @@ def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP)
 
 def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
     async def read() -> bytes:
-        return b"".join([line async for line in Reply(cast(Work, work), "m:latest", make, **more).lines()])
+        return b"".join([line async for line in Reply(cast(ActiveRequest, work), "m:latest", make, **more).lines()])
 
     data = asyncio.run(read())
     assert data.endswith(b"\n")
@@ -390,7 +390,7 @@ def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
 def whole(text: str, finish: FinishReason = FinishReason.STOP, **body: Any) -> Any:
     work = FakeWork(chat_ask(stream=False, **body))
     one = Completion(0, text, (1, 2), finish)
-    return json.loads(msgspec.json.encode(Reply(cast(Work, work), "m", chat_answer).whole(one)))
+    return json.loads(msgspec.json.encode(Reply(cast(ActiveRequest, work), "m", chat_answer).whole(one)))
 
 
 def test_a_whole_answer() -> None:

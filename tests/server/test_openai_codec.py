@@ -22,7 +22,7 @@ from quire.core.request import FinishReason, Priority
 from quire.engine.outputs import Completion, Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import ContextTooLong, InvalidRequest
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import view
@@ -1071,7 +1071,7 @@ class MadeUpWork:
 
 
 def test_events_of_a_work() -> None:
-    async def collect(work: Work) -> list[bytes]:
+    async def collect(work: ActiveRequest) -> list[bytes]:
         encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.ask, include_usage=False)
         return [data async for data in events(work, encoder)]
 

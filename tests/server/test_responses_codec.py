@@ -20,7 +20,7 @@ from quire.core.request import FinishReason, Priority, SamplingParams
 from quire.engine.outputs import Delta, TokenLogprob, Usage
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, RequestFailed
-from quire.server.active_request import ClientGone, Work
+from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.openai.errors import RESPONSES
@@ -483,7 +483,7 @@ def delta(
 
 def made_up(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
-) -> Work:
+) -> ActiveRequest:
     ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
     return cast("Work", MadeUpWork(ask, deltas, meanings or {}))
 

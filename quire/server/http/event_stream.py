@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.server.active_request import ClientGone, Work
+from quire.server.active_request import ActiveRequest, ClientGone
 from quire.server.errors import ApiError, Dialect, Kind, from_quire
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        work: Work,
+        work: ActiveRequest,
         events: AsyncIterator[bytes],
         headers: Mapping[str, str],
         dialect: Dialect,

@@ -20,7 +20,7 @@ from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.model_service import Service
 from quire.server.models import Model
@@ -184,9 +184,9 @@ class Glance:
     blocks: Blocks | None
     age_s: float | None
     rates: Rates
-    request_rates: dict[Work, float]
+    request_rates: dict[ActiveRequest, float]
     ttft: Ttft | None
-    works: tuple[Work, ...]
+    works: tuple[ActiveRequest, ...]
 
     def view(self, key: Key) -> WatchedModel:
         model = self.model
@@ -248,7 +248,7 @@ class Glance:
         shown = [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
         return sorted(shown, key=lambda one: not one.is_running)
 
-    def _request(self, work: Work, running: dict[int, Running] | None) -> WatchedRequest:
+    def _request(self, work: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
         """`running`: by request id, as far as it was told; None: nothing has been told yet."""
         usage = work.usage
         ids = [request_id for generation in work.generations for request_id in generation.request_ids]
@@ -271,7 +271,7 @@ class Glance:
         )
 
 
-def _guessed(works: Sequence[Work]) -> Stats:
+def _guessed(works: Sequence[ActiveRequest]) -> Stats:
     """A worker that is in its first step has not answered yet. Its counts are zero, but there are requests."""
     all_of_them = [(work, generation) for work in works for generation in work.generations]
     waiting = [(work, generation) for work, generation in all_of_them if not generation.is_started]
@@ -288,7 +288,7 @@ def _guessed(works: Sequence[Work]) -> Stats:
     )
 
 
-def _tier(waiting: Sequence[tuple[Work, Generation]]) -> TierStats:
+def _tier(waiting: Sequence[tuple[ActiveRequest, Generation]]) -> TierStats:
     now_s = time.monotonic()
     return TierStats(
         sum(len(one.request_ids) for _, one in waiting),
@@ -297,7 +297,7 @@ def _tier(waiting: Sequence[tuple[Work, Generation]]) -> TierStats:
     )
 
 
-def is_shown(work: Work, key: Key) -> bool:
+def is_shown(work: ActiveRequest, key: Key) -> bool:
     return key.is_admin or work.caller.key.name == key.name
 
 
@@ -313,7 +313,7 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
     )
 
 
-def blocks_answer(model: str, found: BlocksView, works: Sequence[Work], key: Key) -> BlocksAnswer:
+def blocks_answer(model: str, found: BlocksView, works: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
     owners = {
         request_id: work for work in works for generation in work.generations for request_id in generation.request_ids
     }

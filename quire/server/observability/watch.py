@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import InvalidRequest, QuireError
-from quire.server.active_request import Work
+from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import Service
@@ -250,7 +250,7 @@ class Reporter:
         self._service: Service | None = None  # that all this is of
         self._at_s = 0.0
         self._totals = (0, 0)
-        self._completions: dict[Work, int] = {}
+        self._completions: dict[ActiveRequest, int] = {}
 
     @property
     def has_report(self) -> bool:
@@ -301,7 +301,7 @@ class Reporter:
             totals = service.pulse.num_prefilled_tokens, service.pulse.num_generated_tokens
         completions = {work: work.usage.completion_tokens for work in works}
         span_s = now_s - self._at_s if self._at_s else 0.0
-        rates, request_rates = Rates(), dict[Work, float]()
+        rates, request_rates = Rates(), dict[ActiveRequest, float]()
         if span_s > 0:
             prefill, decode = (max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True))
             rates = Rates(prefill, decode)

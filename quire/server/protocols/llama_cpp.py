@@ -18,7 +18,7 @@ from quire.text.chat import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import Work
+    from quire.server.active_request import ActiveRequest
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
 
@@ -119,7 +119,7 @@ def _num_slots(model: Model) -> int:
     return 0 if model.facts is None else model.facts.capacity.max_seqs
 
 
-def _slot(slot_id: int, n_ctx: int, work: Work | None, call: RequestContext) -> Slot:
+def _slot(slot_id: int, n_ctx: int, work: ActiveRequest | None, call: RequestContext) -> Slot:
     if work is None or not is_shown(work, call.key):
         return Slot(id=slot_id, n_ctx=n_ctx, is_processing=work is not None)
     usage = work.usage

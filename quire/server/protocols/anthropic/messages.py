@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `InferenceRequest` and one `Work`.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `InferenceRequest` and one `ActiveRequest`.
 
 Two things are as a careful reader of the SDK would want them, where Anthropic's API leaves it open: an answer without
 text still has its one, empty, text block, and max_tokens = 0 fills the cache and answers with no block at all.
@@ -54,7 +54,7 @@ from quire.text.chat import ChatRequest
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import Work
+    from quire.server.active_request import ActiveRequest
     from quire.server.model_service import Service
     from quire.server.request_context import RequestContext
 
@@ -115,7 +115,7 @@ async def _edited(call: RequestContext, body: CountTokensRequest, chat: Prompt) 
     return await apply(body.context_management, chat, count)
 
 
-def hour_tokens(service: Service, work: Work) -> int:
+def hour_tokens(service: Service, work: ActiveRequest) -> int:
     """How many tokens of the prompt are kept for an hour; the others of `pinned_tokens` are kept for five minutes."""
     request = work.requests[0]
     pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])
@@ -127,7 +127,7 @@ class Reply:
 
     def __init__(
         self,
-        work: Work,
+        work: ActiveRequest,
         max_tokens: int,
         num_hour_tokens: int = 0,
         *,

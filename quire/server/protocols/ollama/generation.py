@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `InferenceRequest` and one `Work`.
+"""`POST /api/chat` and `/api/generate`: Ollama's protocol around one `InferenceRequest` and one `ActiveRequest`.
 
 Answers stream unless `stream` is false: lines of JSON, the last one with the figures.
 """
@@ -48,7 +48,7 @@ from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import Work
+    from quire.server.active_request import ActiveRequest
     from quire.server.inference_request import InferenceRequest
     from quire.server.models import Model
     from quire.server.request_context import RequestContext
@@ -188,7 +188,7 @@ class Gatherer:
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: Work, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
+    def __init__(self, work: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
         self._work = work
         self._model = model  # as the client calls it
         self._make = make

@@ -23,7 +23,7 @@ from quire.server.protocols.openai.types import (
 )
 
 if TYPE_CHECKING:
-    from quire.server.active_request import Work
+    from quire.server.active_request import ActiveRequest
 
 AnswerKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
@@ -124,14 +124,14 @@ class StreamEncoder:
         return b"data: " + _encode(chunk) + b"\n\n"
 
 
-async def events(work: Work, encoder: StreamEncoder) -> AsyncIterator[bytes]:
+async def events(work: ActiveRequest, encoder: StreamEncoder) -> AsyncIterator[bytes]:
     async for batch in work.batches():
         if data := encoder.chunks(batch, work.usage):
             yield data
     yield encoder.last(work.usage, cache_view(work), work.num_thought_tokens)
 
 
-def head_of(work: Work, prefix: str, kind: AnswerKind) -> AnswerHead:
+def head_of(work: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
     return AnswerHead(
         id=f"{prefix}-{work.request_id}",
         object=kind,
@@ -142,7 +142,7 @@ def head_of(work: Work, prefix: str, kind: AnswerKind) -> AnswerHead:
     )
 
 
-def cache_view(work: Work) -> CacheView | None:
+def cache_view(work: ActiveRequest) -> CacheView | None:
     """Of the first prompt, for those who asked."""
     if not work.ask.wants_cache or work.cache is None:
         return None

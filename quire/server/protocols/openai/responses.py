@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer protocol around one `InferenceRequest` and one `Work`, without its store."""
+"""POST /v1/responses: OpenAI's newer protocol around one `InferenceRequest` and one `ActiveRequest`, without its store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from quire.server.protocols.structured_output import answer_in_shape
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from quire.server.active_request import Work
+    from quire.server.active_request import ActiveRequest
     from quire.server.request_context import RequestContext
 
 _encode = msgspec.json.Encoder().encode
@@ -68,7 +68,7 @@ async def _respond(call: RequestContext, body: ResponsesRequest, ask: InferenceR
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: Work, body: ResponsesRequest) -> None:
+    def __init__(self, work: ActiveRequest, body: ResponsesRequest) -> None:
         self._work = work
         self._asked = _asked(work, body)
         self._items = AnswerItems(work.request_id, client_tools(body))
@@ -149,7 +149,7 @@ class Reply:
         )
 
 
-def _asked(work: Work, body: ResponsesRequest) -> dict[str, Any]:
+def _asked(work: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
     """What the answer repeats of the request, with what was filled in."""
     sampling = work.requests[0].sampling
     choice, text = body.tool_choice, body.text
