@@ -47,7 +47,7 @@ class ServiceLimits:
     queue_timeout_s: float = 60.0
 
 
-class Service:
+class ModelService:
     """Belongs to one event loop."""
 
     def __init__(

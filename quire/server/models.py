@@ -40,7 +40,7 @@ from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
-from quire.server.model_service import Service, ServiceLimits, ending
+from quire.server.model_service import ModelService, ServiceLimits, ending
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
@@ -73,7 +73,7 @@ class Model:
         self.name = config.names[0]
         self.aliases = config.names[1:]
         self.config = config
-        self.service: Service | None = None  # while it is loaded
+        self.service: ModelService | None = None  # while it is loaded
         self.progress: float | None = None  # of loading, 0 to 1
         self._first_report: tuple[float, float] | None = None  # when the reading of weights began, and at what progress
         self.created = int(time.time())
@@ -170,13 +170,13 @@ class Model:
 
         shared = self._shared
         names, limits = self.names, shared.limits
-        service = Service(text, connect, names, limits, self.metrics, self.door, shared.quotas)
+        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas)
         self.metrics.forget_worker()
         await self._start(service)
         self.door.expect(_intake(service.client))
         return self._take_facts(service.client.facts)
 
-    async def _start(self, service: Service) -> None:
+    async def _start(self, service: ModelService) -> None:
         supervising = asyncio.create_task(service.client.supervise(), name=f"supervise {self.name}")
         self.progress, self._first_report = 0.0, None
         try:
@@ -349,7 +349,7 @@ class Models:
         work.on_close(partial(self.release, model))
         return work
 
-    async def use(self, name: str | None) -> Service:
+    async def use(self, name: str | None) -> ModelService:
         """For a question that is asked at once. Who waits before it asks, or asks twice, wants `RequestContext.use`."""
         model = self.find(name)
         await self.hold(model)

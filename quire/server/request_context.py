@@ -30,7 +30,7 @@ from quire.server.http.event_stream import EventStream
 from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import Budget
-from quire.server.model_service import Service
+from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.observability.logs import Once, log_refusal
 from quire.server.observability.watch import Watch
@@ -91,7 +91,7 @@ class RequestContext:
         self._held: list[Model] = []  # kept loaded until it is over
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ModelService:
         """Of the model that this call has opened or used; before that, of the default."""
         if (service := self.model.service) is None:
             text = f"{self.model.name} is not loaded"
@@ -199,7 +199,7 @@ class RequestContext:
         self.note(IGNORED, self._work.ignored)
         return self._work
 
-    async def use(self, name: str | None) -> Service:
+    async def use(self, name: str | None) -> ModelService:
         """The service of a model, loaded if it is not: it stays until this call is over."""
         self.model = model = self.models.find(name)
         if self._gone is None:  # a request without a body

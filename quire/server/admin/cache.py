@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.backends.base import Capacity
-    from quire.server.model_service import Service
+    from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
 DEFAULT_TTL_S = 300.0
@@ -152,7 +152,7 @@ async def unpin(call: RequestContext) -> Response:
     return call.json(Unpinned(unpinned=await service.client.unpin(body.id)))
 
 
-def _service(call: RequestContext, name: str | None) -> Service:
+def _service(call: RequestContext, name: str | None) -> ModelService:
     """Of a model that is loaded: asking after its cache loads none, for then there would be nothing in it."""
     model = call.models.find(name)
     if model.service is None:
@@ -160,7 +160,7 @@ def _service(call: RequestContext, name: str | None) -> Service:
     return model.service
 
 
-def _capacity(service: Service) -> Capacity:
+def _capacity(service: ModelService) -> Capacity:
     """Of the worker that serves. Without one there is no cache to change."""
     if (capacity := service.client.capacity) is None:
         raise _not_loaded(service.model)
@@ -172,7 +172,7 @@ def _not_loaded(name: str) -> ApiError:
     return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
-async def _prompt(call: RequestContext, service: Service, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
+async def _prompt(call: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
     ask = to_ask(body)
     tokens = await service.encode(ask.prompts[0])

@@ -13,7 +13,7 @@ from quire import __version__
 from quire.engine.composition import Scheduling
 from quire.engine.worker.protocol import Stats
 from quire.errors import InvalidRequest, QuireError
-from quire.server.model_service import Service
+from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.protocols.openai.chat import conversation_of
 from quire.server.protocols.openai.parsing import NAMES, in_their_words
@@ -96,7 +96,7 @@ def status(models: Models) -> str:
     return next((bad for bad in ("stuck", "restarting") if bad in found), "ok")
 
 
-def _status(service: Service) -> str:
+def _status(service: ModelService) -> str:
     if service.client.facts is None:
         return "restarting"
     return "ok" if service.client.is_moving else "stuck"
@@ -137,7 +137,7 @@ async def _take_metrics(model: Model) -> None:
             model.metrics.take(stats, service.client)
 
 
-async def current_stats(service: Service) -> Stats | None:
+async def current_stats(service: ModelService) -> Stats | None:
     """None: there is no worker, or it is too busy to say."""
     try:
         return await asyncio.wait_for(service.client.stats(), STATS_S)

@@ -22,7 +22,7 @@ from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
-from quire.server.model_service import Service
+from quire.server.model_service import ModelService
 from quire.server.models import Model
 from quire.server.observability.activity import Ttft
 
@@ -179,7 +179,7 @@ class Glance:
     """One model at one moment, before anyone's view of it."""
 
     model: Model
-    service: Service | None
+    service: ModelService | None
     stats: Stats | None
     blocks: Blocks | None
     age_s: float | None

@@ -23,7 +23,7 @@ from quire.errors import InvalidRequest, QuireError
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
-from quire.server.model_service import Service
+from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
 from quire.server.observability.snapshot import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
 
@@ -247,7 +247,7 @@ class Reporter:
         self._blocks: Blocks | None = None
         self._is_whole = False  # there has been a map of all blocks
         self._said_s = 0.0
-        self._service: Service | None = None  # that all this is of
+        self._service: ModelService | None = None  # that all this is of
         self._at_s = 0.0
         self._totals = (0, 0)
         self._completions: dict[ActiveRequest, int] = {}
@@ -271,7 +271,7 @@ class Reporter:
             self._asking = asyncio.create_task(self._hear(service))
         return self._asking
 
-    async def _hear(self, service: Service) -> None:
+    async def _hear(self, service: ModelService) -> None:
         with suppress(QuireError):  # it has just died: what it said last stands until another is there
             for _ in range(MAX_ASKS):
                 stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from quire.server.active_request import ActiveRequest
-    from quire.server.model_service import Service
+    from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
 ANTHROPIC_MODELS = "claude-"  # what their names begin with
@@ -115,7 +115,7 @@ async def _edited(call: RequestContext, body: CountTokensRequest, chat: Prompt) 
     return await apply(body.context_management, chat, count)
 
 
-def hour_tokens(service: Service, work: ActiveRequest) -> int:
+def hour_tokens(service: ModelService, work: ActiveRequest) -> int:
     """How many tokens of the prompt are kept for an hour; the others of `pinned_tokens` are kept for five minutes."""
     request = work.requests[0]
     pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])

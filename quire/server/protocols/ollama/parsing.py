@@ -32,7 +32,7 @@ from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
 
 if TYPE_CHECKING:
-    from quire.server.model_service import Service
+    from quire.server.model_service import ModelService
     from quire.server.models import Model, Models
 
 DEFAULT_TAG = ":latest"
@@ -102,7 +102,7 @@ def shape_field(body: OllamaBody) -> str | None:
     return "format" if body.format else None
 
 
-def unmet(body: OllamaBody, service: Service, *, is_raw: bool = False) -> list[str]:
+def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> list[str]:
     """What was asked for and this model does not have, to be named: clients send both whatever the model is."""
     found: list[str] = []
     if body.think and (is_raw or service.text.template.reasoning is None):
