@@ -27,7 +27,7 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
 from quire.server.limits import Door, Quotas, Ticket
-from quire.server.observability.activity import Pulse
+from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.metrics import Metrics
 from quire.text.chat import ChatRequest, Message, Part, Role
 
@@ -64,7 +64,7 @@ class ModelService:
         self.client = connect(self._take_step)
         self.names = names
         self.metrics = metrics
-        self.pulse = Pulse()
+        self.pulse = ActivityCounters()
         self.limits = limits
         self.created = int(time.time())
         self.door = door

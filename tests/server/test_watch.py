@@ -22,7 +22,7 @@ from quire.engine.model_manager import Manager
 from quire.engine.worker.protocol import Stepped
 from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
-from quire.server.observability.activity import MAX_RECENT, Pulse
+from quire.server.observability.activity import MAX_RECENT, ActivityCounters
 from quire.server.observability.request_record import RequestRecord
 from quire.server.observability.snapshot import BlocksAnswer, WatchedEngine, WatchSnapshot
 from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
@@ -435,7 +435,7 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
 
 def test_the_pulse_counts_and_forgets() -> None:
     now_s = 1000.0
-    pulse = Pulse(lambda: now_s)
+    pulse = ActivityCounters(lambda: now_s)
     assert pulse.ttft() is None
     output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
     pulse.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))

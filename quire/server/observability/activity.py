@@ -22,7 +22,7 @@ class Ttft(NamedTuple):
     p95_s: float
 
 
-class Pulse:
+class ActivityCounters:
     """Totals since the model was loaded; whoever wants rates looks twice."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

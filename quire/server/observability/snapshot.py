@@ -175,7 +175,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class SnapshotBuilder:
     """One model at one moment, before anyone's view of it."""
 
     model: Model

@@ -25,7 +25,14 @@ from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
-from quire.server.observability.snapshot import Glance, HeldAnswer, Rates, WatchSnapshot, blocks_answer, is_shown
+from quire.server.observability.snapshot import (
+    HeldAnswer,
+    Rates,
+    SnapshotBuilder,
+    WatchSnapshot,
+    blocks_answer,
+    is_shown,
+)
 
 if TYPE_CHECKING:
     from quire.server.request_context import RequestContext
@@ -115,7 +122,7 @@ class Watch:
         self._reporters: dict[str, Reporter] = {}
         self._clock: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()  # a new one for each tick
-        self._glances: list[Glance] = []
+        self._glances: list[SnapshotBuilder] = []
         self._views: dict[str, bytes] = {}  # by the name of the key: made once a tick, whoever asks
         self._at_s = 0.0  # when the last tick was
         self._took_s = 0.0  # from the one before to it
@@ -292,7 +299,7 @@ class Reporter:
         self._stats = self._blocks = None
         self._is_whole = False
 
-    def glance(self, now_s: float) -> Glance:
+    def glance(self, now_s: float) -> SnapshotBuilder:
         """For the tick of now. Rates are those since the one before."""
         service = self._service
         works = () if service is None else tuple(service.works)
@@ -309,7 +316,7 @@ class Reporter:
                 work: (count - self._completions.get(work, 0)) / span_s for work, count in completions.items()
             }
         self._at_s, self._totals, self._completions = now_s, totals, completions
-        return Glance(
+        return SnapshotBuilder(
             self._model,
             service,
             self._stats,
