@@ -66,7 +66,7 @@ class Loadable(Protocol):
         """End what is under way, with an error to each."""
 
 
-class Seat:
+class ManagedModel:
     """One model's place, taken or not."""
 
     def __init__(self, model: Loadable, *, is_pinned: bool = False, idle_unload_s: float | None = None) -> None:
@@ -111,7 +111,7 @@ class _NobodyWaits(Exception):
     """A load was given up before it began."""
 
 
-class Manager:
+class ModelManager:
     """Loads, and makes room for what is to be loaded.
 
     Room is made of models that are not pinned: idle ones first, then busy ones, each in the order of their last use. A
@@ -119,7 +119,9 @@ class Manager:
     another becomes idle before that, that one goes and the chosen one stays.
     """
 
-    def __init__(self, seats: Sequence[Seat], budget_bytes: int | None, kv_cap_bytes: int | None = None) -> None:
+    def __init__(
+        self, seats: Sequence[ManagedModel], budget_bytes: int | None, kv_cap_bytes: int | None = None
+    ) -> None:
         self.seats = tuple(seats)
         self.budget_bytes = budget_bytes  # None: no bound, and each takes what it thinks best
         self._kv_cap_bytes = kv_cap_bytes  # of a share
@@ -128,7 +130,7 @@ class Manager:
         self._change = asyncio.Event()  # of anything that may make room; who has the turn waits for it
         self._is_closed = False
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[ManagedModel]:
         return iter(self.seats)
 
     @property
@@ -137,7 +139,7 @@ class Manager:
 
     # Using
 
-    async def hold(self, seat: Seat) -> None:
+    async def hold(self, seat: ManagedModel) -> None:
         """A lease on a loaded model: it stays until `release`. Waits for it to be loaded; raises what kept it from it.
 
         Leases are given at the moment it is ready, so nobody can make room of it before those who waited have begun.
@@ -160,7 +162,7 @@ class Manager:
                 seat.waiters.remove(turn)
                 self._change.set()  # a load that nobody waits for any more makes no room
 
-    def release(self, seat: Seat) -> None:
+    def release(self, seat: ManagedModel) -> None:
         seat.num_leases -= 1
         assert seat.num_leases >= 0, seat.name
         if not seat.num_leases:
@@ -168,7 +170,7 @@ class Manager:
             self._change.set()
             self._watch_idle(seat)
 
-    async def load(self, seat: Seat) -> None:
+    async def load(self, seat: ManagedModel) -> None:
         """Without a request."""
         seat.is_asked = True
         try:
@@ -177,7 +179,7 @@ class Manager:
             seat.is_asked = False
         self.release(seat)
 
-    async def unload(self, seat: Seat, *, is_forced: bool = False) -> None:
+    async def unload(self, seat: ManagedModel, *, is_forced: bool = False) -> None:
         """When what is under way has ended; forced, it is cut. What comes meanwhile waits, and has it loaded again."""
         if seat.state is ModelState.LOADING and seat.loading is not None:
             if is_forced:
@@ -192,13 +194,13 @@ class Manager:
                 seat.model.cut()
             await asyncio.shield(seat.leaving)
 
-    def pin(self, seat: Seat) -> None:
+    def pin(self, seat: ManagedModel) -> None:
         seat.is_pinned = True
         if seat.is_leaving_for_room:
             self._stay(seat)
         self._change.set()
 
-    def unpin(self, seat: Seat) -> None:
+    def unpin(self, seat: ManagedModel) -> None:
         seat.is_pinned = False
         self._change.set()
         self._watch_idle(seat)
@@ -224,7 +226,7 @@ class Manager:
         self.refuse()
         await asyncio.gather(*(self._close(seat) for seat in self.seats if seat.is_loaded))
 
-    def eta_s(self, seat: Seat, reading_s: float | None) -> float | None:
+    def eta_s(self, seat: ManagedModel, reading_s: float | None) -> float | None:
         """Seconds until it is ready: by how long the last load took, else `reading_s`, what its weights still take."""
         if seat.began_s is None:
             return seat.load_s
@@ -238,12 +240,12 @@ class Manager:
         if self._is_closed:
             raise LoadFailed("the server is shutting down")
 
-    def _want(self, seat: Seat) -> None:
+    def _want(self, seat: ManagedModel) -> None:
         if seat.state in (ModelState.UNLOADED, ModelState.FAILED):
             seat.state = ModelState.LOADING
             seat.loading = asyncio.create_task(self._load(seat), name=f"load {seat.name}")
 
-    async def _load(self, seat: Seat) -> None:
+    async def _load(self, seat: ManagedModel) -> None:
         try:
             await self._back_off(seat)
             async with self._turn:
@@ -275,7 +277,7 @@ class Manager:
             if seat.state is ModelState.UNLOADED and seat.waiters and not self._is_closed:
                 self._want(seat)  # they came while a load that nobody wanted any more was given up
 
-    async def _load_within(self, seat: Seat) -> None:
+    async def _load_within(self, seat: ManagedModel) -> None:
         """What it holds may be more than was estimated. Then others go; where none can, it is loaded once more with
         less KV, now that its weights are known."""
         for is_last in (False, True):
@@ -296,7 +298,7 @@ class Manager:
                 seat.is_loaded = True
                 return
 
-    def _ready(self, seat: Seat) -> None:
+    def _ready(self, seat: ManagedModel) -> None:
         seat.load_s = None if seat.began_s is None else time.monotonic() - seat.began_s
         seat.state, seat.error = ModelState.READY, None
         seat.num_loads += 1
@@ -305,7 +307,7 @@ class Manager:
         self._admit(seat)
         self._watch_idle(seat)
 
-    def _fail(self, seat: Seat, error: QuireError, *, is_counted: bool = True) -> None:
+    def _fail(self, seat: ManagedModel, error: QuireError, *, is_counted: bool = True) -> None:
         seat.state, seat.error = ModelState.FAILED, error
         seat.num_bytes = 0
         if is_counted:
@@ -314,13 +316,13 @@ class Manager:
             log.error("%s could not be loaded: %s", seat.name, error)
         self._fail_waiters(seat, error)
 
-    def _fail_waiters(self, seat: Seat, error: QuireError) -> None:
+    def _fail_waiters(self, seat: ManagedModel, error: QuireError) -> None:
         waiters, seat.waiters = seat.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    async def _back_off(self, seat: Seat) -> None:
+    async def _back_off(self, seat: ManagedModel) -> None:
         """Before another try, the longer the more failed in a row; before the turn, so that others may load."""
         if seat.num_failed_in_a_row >= 2:
             delay_s = min(2.0 ** min(seat.num_failed_in_a_row - 2, 10), MAX_BACKOFF_S)
@@ -329,7 +331,7 @@ class Manager:
 
     # Room
 
-    def kv_bytes(self, seat: Seat, needs: Needs) -> int | None:
+    def kv_bytes(self, seat: ManagedModel, needs: Needs) -> int | None:
         """As it was set; else an equal part of what the weights of all models leave, at least one full context, at most
         what the pinned ones leave."""
         if needs.kv_bytes is not None or self.budget_bytes is None:
@@ -344,11 +346,11 @@ class Manager:
         wish = max(share, needs.context_bytes)
         return max(min(wish, room), 1)
 
-    def _fixed_bytes(self, seat: Seat) -> int:
+    def _fixed_bytes(self, seat: ManagedModel) -> int:
         """What can not be made room of."""
         return sum(other.num_bytes for other in self.seats if other is not seat and other.is_pinned)
 
-    async def _make_room(self, seat: Seat, need: int) -> None:
+    async def _make_room(self, seat: ManagedModel, need: int) -> None:
         """Wait until this many bytes, what it holds itself included, fit beside the others."""
         if self.budget_bytes is None:
             return
@@ -363,10 +365,10 @@ class Manager:
         finally:
             self._keep(())
 
-    def _held_by_others(self, seat: Seat) -> int:
+    def _held_by_others(self, seat: ManagedModel) -> int:
         return sum(other.num_bytes for other in self.seats if other is not seat)
 
-    def _check_fits(self, seat: Seat, need: int) -> None:
+    def _check_fits(self, seat: ManagedModel, need: int) -> None:
         budget, fixed = self.budget_bytes or 0, self._fixed_bytes(seat)
         if need > budget - fixed:
             pinned = f", of which pinned models hold {_size(fixed)}" if fixed else ""
@@ -374,7 +376,7 @@ class Manager:
                 f"{seat.name} needs {_size(need)}; the models of this server have {_size(budget)}{pinned}"
             )
 
-    def _choose(self, seat: Seat, missing: int) -> list[Seat]:
+    def _choose(self, seat: ManagedModel, missing: int) -> list[ManagedModel]:
         """Who goes. What is on its way out already counts first."""
         going = [other for other in self.seats if other is not seat and other.state is ModelState.UNLOADING]
         missing -= sum(other.num_bytes for other in going if not other.is_leaving_for_room or other.is_closing)
@@ -385,7 +387,7 @@ class Manager:
             and not other.is_pinned
             and (other.state is ModelState.READY or (other.is_leaving_for_room and not other.is_closing))
         ]
-        chosen: list[Seat] = []
+        chosen: list[ManagedModel] = []
         for other in sorted(may_go, key=lambda other: (other.is_busy, other.last_use)):
             if missing <= 0:
                 break
@@ -393,7 +395,7 @@ class Manager:
             missing -= other.num_bytes
         return chosen
 
-    def _keep(self, chosen: Sequence[Seat]) -> None:
+    def _keep(self, chosen: Sequence[ManagedModel]) -> None:
         """The chosen leave, others that were chosen before stay."""
         for seat in self.seats:
             if seat in chosen and seat.state is ModelState.READY:
@@ -403,20 +405,20 @@ class Manager:
 
     # Leaving
 
-    def _leave(self, seat: Seat, *, for_room: bool) -> None:
+    def _leave(self, seat: ManagedModel, *, for_room: bool) -> None:
         if seat.is_busy:
             log.info("%s is to be unloaded when its %d request(s) have ended", seat.name, seat.num_leases)
         seat.state, seat.is_leaving_for_room = ModelState.UNLOADING, for_room
         seat.leaving = asyncio.create_task(self._go(seat), name=f"unload {seat.name}")
 
-    def _stay(self, seat: Seat) -> None:
+    def _stay(self, seat: ManagedModel) -> None:
         assert seat.leaving is not None
         seat.leaving.cancel()
         seat.leaving, seat.is_leaving_for_room = None, False
         seat.state = ModelState.READY
         self._admit(seat)
 
-    async def _go(self, seat: Seat) -> None:
+    async def _go(self, seat: ManagedModel) -> None:
         while seat.is_busy:
             seat.idle.clear()
             await seat.idle.wait()
@@ -424,7 +426,7 @@ class Manager:
         if seat.is_wanted and not self._is_closed:
             self._want(seat)
 
-    async def _close(self, seat: Seat) -> None:
+    async def _close(self, seat: ManagedModel) -> None:
         seat.state, seat.is_closing = ModelState.UNLOADING, True
         if seat.idle_timer is not None:
             seat.idle_timer.cancel()
@@ -440,7 +442,7 @@ class Manager:
             seat.state = ModelState.UNLOADED
             self._change.set()
 
-    def _watch_idle(self, seat: Seat) -> None:
+    def _watch_idle(self, seat: ManagedModel) -> None:
         """No polling: an idle server costs nothing."""
         if seat.idle_timer is not None:
             seat.idle_timer.cancel()
@@ -448,18 +450,18 @@ class Manager:
         if seat.idle_unload_s is not None and not seat.is_busy and seat.state is ModelState.READY:
             seat.idle_timer = asyncio.get_running_loop().call_later(seat.idle_unload_s, self._leave_idle, seat)
 
-    def _leave_idle(self, seat: Seat) -> None:
+    def _leave_idle(self, seat: ManagedModel) -> None:
         if seat.state is ModelState.READY and not seat.is_busy and not seat.is_pinned:
             self._leave(seat, for_room=False)
 
-    def _admit(self, seat: Seat) -> None:
+    def _admit(self, seat: ManagedModel) -> None:
         waiters, seat.waiters = seat.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
                 self._lease(seat)
 
-    def _lease(self, seat: Seat) -> None:
+    def _lease(self, seat: ManagedModel) -> None:
         seat.num_leases += 1
         seat.last_use = next(self._uses)
 

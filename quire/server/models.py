@@ -20,7 +20,7 @@ from typing import Any
 from quire.backends.base import Progress
 from quire.backends.machine import has_nvidia
 from quire.core.request import Priority
-from quire.engine.model_manager import Manager, ModelState, Needs, Seat
+from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.engine.model_text import ModelText
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import HANG_LIMIT_S
@@ -79,7 +79,7 @@ class Model:
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.door = Door(shared.limits.max_queue, shared.limits.max_queued_tokens)
-        self.seat = Seat(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
+        self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
         self.max_context: int | None = config.engine.max_context  # None: nobody has looked yet
         self.full_context: int | None = None  # what it would be, had it memory enough
         self.on_loading: Progress | None = None
@@ -266,7 +266,7 @@ class Models:
     ) -> None:
         self._models = [Model(config, shared) for config in configs]
         self._by_name = {name: model for model in self._models for name in model.names}
-        self.manager = Manager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
+        self.manager = ModelManager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
         self.limits = shared.limits
         self.exposition = shared.exposition
         self._opener = shared.opener

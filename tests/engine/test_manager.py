@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from quire.engine.model_manager import Manager, ModelState, Needs, Seat
+from quire.engine.model_manager import ManagedModel, ModelManager, ModelState, Needs
 from quire.errors import LoadFailed, ModelFileError, ModelTooLarge
 from tests.waiting import VirtualLoop
 
@@ -72,8 +72,8 @@ class Rig:
         for name, value in fields.items():
             for model in self.models.values():
                 setattr(model, name, value)
-        self.seats = {name: Seat(model) for name, model in self.models.items()}
-        self.manager = Manager(list(self.seats.values()), budget)
+        self.seats = {name: ManagedModel(model) for name, model in self.models.items()}
+        self.manager = ModelManager(list(self.seats.values()), budget)
 
     async def touch(self, *names: str) -> None:
         """A request each, one after the other."""

@@ -17,7 +17,7 @@ import pytest
 from quire.cli.serve import options_named
 from quire.cli.serve_models import list_models
 from quire.engine.composition import EngineConfig
-from quire.engine.model_manager import Manager
+from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
 from quire.server.models import Model, Shared
@@ -417,7 +417,7 @@ def test_the_rest_of_a_load_is_judged_by_the_reading_alone(folder: Path, monkeyp
     now_s = 0.0
     monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
     model = Model(ModelConfig(folder / "a", ("a",)), Shared())
-    manager = Manager([model.seat], None)
+    manager = ModelManager([model.seat], None)
     model.seat.began_s = 0.0
     model.progress = 0.0
     assert manager.eta_s(model.seat, model.reading_s) is None

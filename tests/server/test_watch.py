@@ -18,7 +18,7 @@ import pytest
 
 from quire.core.request import Priority
 from quire.engine.engine import EngineOutput
-from quire.engine.model_manager import Manager
+from quire.engine.model_manager import ModelManager
 from quire.engine.worker.protocol import Stepped
 from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
@@ -395,7 +395,7 @@ def test_a_hundred_thousand_blocks_stay_small(tiny_model: Path) -> None:
 
 
 class NoModels(list[Model]):
-    manager = Manager([], None)
+    manager = ModelManager([], None)
     is_draining = False
 
 

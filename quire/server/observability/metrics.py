@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.request import Priority
-from quire.engine.model_manager import ModelState, Seat
+from quire.engine.model_manager import ManagedModel, ModelState
 from quire.engine.worker.protocol import Ready, Stats, Stepped
 from quire.errors import InvalidRequest
 from quire.server.errors import Kind
@@ -358,7 +358,7 @@ class Metrics:
         if worker.facts is not None:
             self._take_facts(worker.facts)
 
-    def take_seat(self, seat: Seat) -> None:
+    def take_seat(self, seat: ManagedModel) -> None:
         """Where the model is, and how often it came and went."""
         for state in ModelState:
             self._set("model_state", float(state is seat.state), state.value)
