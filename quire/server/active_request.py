@@ -18,7 +18,7 @@ from quire.errors import QuireError
 from quire.server.auth import Key
 from quire.server.errors import ApiError, from_quire
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import Ticket
+from quire.server.limits import QueueTicket
 from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
@@ -70,7 +70,7 @@ class ActiveRequest:
         caller: Caller,
         priority: Priority,
         requests: Sequence[GenerationRequest],
-        ticket: Ticket,
+        ticket: QueueTicket,
     ) -> None:
         self.ask = ask
         self.caller = caller

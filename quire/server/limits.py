@@ -19,7 +19,7 @@ MINUTE_S = 60.0
 HARD_FACTOR = 4  # times the bound of a queue that all tenants together may hold
 
 
-class Intake(NamedTuple):
+class IntakeRate(NamedTuple):
     """What one step takes in at most, and how long it is expected to take: measured before the first request."""
 
     step_s: float
@@ -32,7 +32,7 @@ class Intake(NamedTuple):
         return num_steps * self.step_s
 
 
-class Ticket:
+class QueueTicket:
     """A place in the queue. `start` gives it up for a place on the machine, `leave` for good; both may be repeated."""
 
     def __init__(self, queue: TierQueue, priority: Priority, tenant: str, num_requests: int) -> None:
@@ -72,7 +72,7 @@ class TierQueue:
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
-        self.intake: Intake | None = None  # None: no machine has been measured
+        self.intake: IntakeRate | None = None  # None: no machine has been measured
         self._held: dict[str, tuple[int, int]] = {}  # tenant -> requests and tokens that wait
         self._waits_since_s = 0.0  # when the first of them came to an empty queue
         self._starts: deque[tuple[float, int]] = deque()  # when, how many requests
@@ -92,13 +92,13 @@ class TierQueue:
         if self.num_tokens >= self.max_tokens and held_tokens * num_tenants >= self.max_tokens:
             raise self._refusal(f"{self.num_tokens} tokens wait already, which is the limit", "queue_tokens")
 
-    def enter(self, priority: Priority, tenant: str, num_requests: int) -> Ticket:
+    def enter(self, priority: Priority, tenant: str, num_requests: int) -> QueueTicket:
         self.check(tenant, num_requests)
-        ticket = Ticket(self, priority, tenant, num_requests)
+        ticket = QueueTicket(self, priority, tenant, num_requests)
         self._hold(tenant, num_requests, 0)
         return ticket
 
-    def grow(self, ticket: Ticket, num_tokens: int) -> None:
+    def grow(self, ticket: QueueTicket, num_tokens: int) -> None:
         is_alone = self.num_tokens == ticket.num_tokens
         held_tokens = self._held[ticket.tenant][1]
         is_over = self.num_tokens + num_tokens > self.max_tokens
@@ -107,12 +107,12 @@ class TierQueue:
             raise self._refusal(text, "queue_tokens")
         self._hold(ticket.tenant, 0, num_tokens)
 
-    def started(self, ticket: Ticket) -> None:
+    def started(self, ticket: QueueTicket) -> None:
         self._starts.append((self._clock(), ticket.num_requests))
         while len(self._starts) > 1 and self._clock() - self._starts[0][0] > RATE_WINDOW_S:
             self._starts.popleft()
 
-    def left(self, ticket: Ticket) -> None:
+    def left(self, ticket: QueueTicket) -> None:
         self._hold(ticket.tenant, -ticket.num_requests, -ticket.num_tokens)
 
     def _hold(self, tenant: str, num_requests: int, num_tokens: int) -> None:
@@ -146,7 +146,7 @@ class TierQueue:
         return ApiError(Kind.OVERLOADED, text, retry_after_s=self.retry_after_s(), reason=reason)
 
 
-class Door:
+class TierQueues:
     """The queues of all tiers. Each has the whole bound: a backlog of one tier refuses nothing of another."""
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -172,10 +172,10 @@ class Door:
         if len(refusals) == len(tiers):
             raise refusals[0]
 
-    def enter(self, num_requests: int, priority: Priority, tenant: str) -> Ticket:
+    def enter(self, num_requests: int, priority: Priority, tenant: str) -> QueueTicket:
         return self.queues[priority].enter(priority, tenant, num_requests)
 
-    def expect(self, intake: Intake | None) -> None:
+    def expect(self, intake: IntakeRate | None) -> None:
         """A machine was measured, or is gone."""
         for queue in self.queues.values():
             queue.intake = intake

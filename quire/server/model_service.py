@@ -26,7 +26,7 @@ from quire.server.active_request import ActiveRequest, Caller
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
-from quire.server.limits import Door, Quotas, Ticket
+from quire.server.limits import QueueTicket, Quotas, TierQueues
 from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.metrics import Metrics
 from quire.text.chat import ChatRequest, Message, Part, Role
@@ -57,7 +57,7 @@ class ModelService:
         names: tuple[str, ...],
         limits: ServiceLimits,
         metrics: Metrics,
-        door: Door,
+        door: TierQueues,
         quotas: Quotas,
     ) -> None:
         self.text = text
@@ -104,7 +104,9 @@ class ModelService:
 
     # Work
 
-    async def open(self, ask: InferenceRequest, caller: Caller, ticket: Ticket, waited_s: float = 0.0) -> ActiveRequest:
+    async def open(
+        self, ask: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
+    ) -> ActiveRequest:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
 
         The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.

@@ -39,7 +39,7 @@ from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quotas, Reading
+from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, Quotas, Reading, TierQueues
 from quire.server.model_service import ModelService, ServiceLimits, ending
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
@@ -78,7 +78,7 @@ class Model:
         self._first_report: tuple[float, float] | None = None  # when the reading of weights began, and at what progress
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
-        self.door = Door(shared.limits.max_queue, shared.limits.max_queued_tokens)
+        self.door = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
         self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
         self.max_context: int | None = config.engine.max_context  # None: nobody has looked yet
         self.full_context: int | None = None  # what it would be, had it memory enough
@@ -490,11 +490,11 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _intake(client: EngineClient) -> Intake | None:
+def _intake(client: EngineClient) -> IntakeRate | None:
     facts, scheduling = client.facts, client.scheduling
     if facts is None or scheduling is None:
         return None
-    return Intake(facts.step_s, scheduling.max_step_tokens, scheduling.max_seqs)
+    return IntakeRate(facts.step_s, scheduling.max_step_tokens, scheduling.max_seqs)
 
 
 def _warm_up(text: ModelText) -> None:

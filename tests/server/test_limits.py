@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, Door, Intake, Quota, Quotas, Reading, Ticket
+from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, QueueTicket, Quota, Quotas, Reading, TierQueues
 
 
 class Clock:
@@ -18,12 +18,12 @@ class Clock:
         return self.now_s
 
 
-def enter(door: Door, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a") -> Ticket:
+def enter(door: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a") -> QueueTicket:
     return door.enter(num_requests, priority, tenant)
 
 
 def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
-    door = Door(4, 100, Clock())
+    door = TierQueues(4, 100, Clock())
     first = enter(door, 3)
     first.grow(50)
     with pytest.raises(ApiError, match="3 requests wait already, and 2 more exceed the limit of 4") as refused:
@@ -42,7 +42,7 @@ def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
-    door, key = Door(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
+    door, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
     big = enter(door, 32, Priority.LOW)
     big.grow(5000)
     with pytest.raises(ApiError):
@@ -52,7 +52,7 @@ def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
 
 
 def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
-    door = Door(4, 100, Clock())
+    door = TierQueues(4, 100, Clock())
     enter(door, 4, Priority.LOW).grow(100)
     with pytest.raises(ApiError, match="4 requests wait already, which is the limit"):
         enter(door, 1, Priority.LOW)
@@ -64,7 +64,7 @@ def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
 
 
 def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
-    door = Door(4, 100, Clock())
+    door = TierQueues(4, 100, Clock())
     enter(door, 4, tenant="batch").grow(100)
     with pytest.raises(ApiError):
         enter(door, 1, tenant="batch")
@@ -83,7 +83,7 @@ def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
 
 def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
     clock = Clock()
-    door = Door(1000, 10**9, clock)
+    door = TierQueues(1000, 10**9, clock)
     assert door.retry_after_s() == 30.0  # nothing is known yet
     for _ in range(10):  # two a second
         clock.now_s += 0.5
@@ -101,8 +101,8 @@ def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
 
 def test_retry_after_begins_with_what_a_measured_step_takes_in() -> None:
     clock = Clock()
-    door = Door(1000, 10**9, clock)
-    door.expect(Intake(step_s=0.5, num_tokens=100, num_requests=8))
+    door = TierQueues(1000, 10**9, clock)
+    door.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
     assert door.retry_after_s() == 1.0
     tickets = [enter(door, 1) for _ in range(64)]
     assert door.retry_after_s() == 2  # half of 64 begin in four steps
