@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice, StepPlan
-from quire.engine.worker.step_estimate import KEPT, NO_WORK, Pace, work_of
+from quire.engine.worker.step_estimate import KEPT, NO_WORK, StepEstimator, work_of
 
 Slices = Sequence[tuple[int, int]]  # of each: where it starts, how many tokens it computes
 
@@ -29,13 +29,13 @@ def plan(slices: Slices) -> StepPlan:
     )
 
 
-def learn(pace: Pace, steps: Iterable[tuple[Slices, float]]) -> Pace:
+def learn(pace: StepEstimator, steps: Iterable[tuple[Slices, float]]) -> StepEstimator:
     for slices, took_s in steps:
         pace.learn(work_of(plan(slices)), took_s)
     return pace
 
 
-def predict(pace: Pace, slices: Slices) -> float:
+def predict(pace: StepEstimator, slices: Slices) -> float:
     return pace.predict_s(work_of(plan(slices)))
 
 
@@ -44,7 +44,7 @@ def takes(slices: Slices, base_s: float = BASE_S, token_s: float = TOKEN_S) -> f
 
 
 def test_nothing_is_predicted_of_nothing() -> None:
-    pace = Pace()
+    pace = StepEstimator()
     assert predict(pace, [(0, 16_384)]) == 0
     pace.learn(NO_WORK, 5.0)
     assert predict(pace, [(0, 16_384)]) == 0
@@ -54,13 +54,13 @@ def test_nothing_is_predicted_of_nothing() -> None:
 
 def test_a_decode_does_not_say_what_a_prompt_costs() -> None:
     """16,384 decodes of 5 ms are 82 s; the step takes 0.4 s."""
-    pace = learn(Pace(), [(DECODE, BASE_S)] * 100)
+    pace = learn(StepEstimator(), [(DECODE, BASE_S)] * 100)
     assert takes([(0, 16_384)]) < predict(pace, [(0, 16_384)]) < 10 * takes([(0, 16_384)])
     assert predict(pace, DECODE) == BASE_S
 
 
 def test_many_decodes_at_once_do_not_say_it_either() -> None:
-    pace = learn(Pace(), [([(500, 1)] * count, BASE_S) for count in (1, 2, 4, 8, 16, 32, 64)] * KEPT)
+    pace = learn(StepEstimator(), [([(500, 1)] * count, BASE_S) for count in (1, 2, 4, 8, 16, 32, 64)] * KEPT)
     assert takes([(0, 16_384)]) < predict(pace, [(0, 16_384)]) < 10 * takes([(0, 16_384)])
 
 
@@ -69,7 +69,7 @@ def test_many_decodes_at_once_do_not_say_it_either() -> None:
 def test_decodes_and_prompts_give_base_and_slope(base_s: float, token_s: float, seed: int) -> None:
     """Of a GPU, of CPUs, and of a machine where a decode is no cheaper than a token of a prompt."""
     random = Random(seed)
-    pace = Pace()
+    pace = StepEstimator()
     for _ in range(300):
         steps: list[Slices] = [[(random.randint(0, 200), 1)] * random.randint(1, 8), [(0, random.randint(16, 512))]]
         for slices in steps:
@@ -83,30 +83,30 @@ def test_decodes_and_prompts_give_base_and_slope(base_s: float, token_s: float, 
 def test_prompts_are_not_forgotten_while_there_are_only_decodes() -> None:
     """On this machine a token is so dear that the share a decode is taken for would be far too little."""
     prompt: Slices = [(0, 2000)]
-    pace = learn(Pace(), [([(0, 500)], takes([(0, 500)], 0.01, 0.05))])
+    pace = learn(StepEstimator(), [([(0, 500)], takes([(0, 500)], 0.01, 0.05))])
     learn(pace, [(DECODE, 0.06)] * 10_000)
     assert takes(prompt, 0.01, 0.05) / 2 < predict(pace, prompt) < 2 * takes(prompt, 0.01, 0.05)
 
 
 def test_an_outlier_changes_nothing_among_others_and_little_alone() -> None:
-    pace = learn(Pace(), [(DECODE, BASE_S)] * 5 + [([(0, 512)], takes([(0, 512)]))] * 5)
+    pace = learn(StepEstimator(), [(DECODE, BASE_S)] * 5 + [([(0, 512)], takes([(0, 512)]))] * 5)
     before_s = predict(pace, [(0, 16_384)])
     learn(pace, [(DECODE, 60.0), ([(0, 512)], 60.0)])
     assert predict(pace, [(0, 16_384)]) == before_s
-    alone = learn(Pace(), [(DECODE, BASE_S), ([(0, 512)], 60.0)])
+    alone = learn(StepEstimator(), [(DECODE, BASE_S), ([(0, 512)], 60.0)])
     assert predict(alone, [(0, 16_384)]) < 60.0 + 16_384 * BASE_S  # no token took longer than a whole step
     learn(alone, [([(0, 512)], takes([(0, 512)]))])
     assert predict(alone, [(0, 16_384)]) == pytest.approx(before_s)
 
 
 def test_a_machine_that_slows_down_is_believed() -> None:
-    pace = learn(Pace(), [(DECODE, BASE_S)] * 100)
+    pace = learn(StepEstimator(), [(DECODE, BASE_S)] * 100)
     learn(pace, [(DECODE, 8 * BASE_S)] * (KEPT // 2 + 1))
     assert predict(pace, DECODE) == 8 * BASE_S
 
 
 def test_a_longer_context_takes_longer() -> None:
-    pace = learn(Pace(), [(DECODE, BASE_S), ([(0, 512)], takes([(0, 512)]))])
+    pace = learn(StepEstimator(), [(DECODE, BASE_S), ([(0, 512)], takes([(0, 512)]))])
     short, long = predict(pace, [(0, 512)]), predict(pace, [(60_000, 512)])
     assert 3 * short < long < 30 * short  # 512 queries read 60,000 keys each
     assert predict(pace, [(60_000, 1)] * 64) > 10 * predict(pace, [(100, 1)] * 64)
@@ -114,7 +114,7 @@ def test_a_longer_context_takes_longer() -> None:
 
 def test_its_memory_is_bounded() -> None:
     random = Random(0)
-    pace = Pace()
+    pace = StepEstimator()
     for _ in range(5000):
         learn(pace, [([(random.randrange(2**17), random.randint(1, 2**20))], 1.0)])
     assert len(pace._sizes) <= 32
@@ -122,7 +122,7 @@ def test_its_memory_is_bounded() -> None:
 
 
 def test_the_cost_of_a_row_is_the_slope_between_small_steps_and_large_batches() -> None:
-    pace = Pace()
+    pace = StepEstimator()
     assert pace.cost() is None
     learn(pace, [([(0, 1)], 0.007)] * 5)
     assert pace.cost() is None  # one size does not tell a base from a slope
@@ -136,12 +136,12 @@ def test_the_cost_of_a_row_is_the_slope_between_small_steps_and_large_batches() 
 
 
 def test_rows_that_cost_nothing_have_a_price_all_the_same() -> None:
-    pace = learn(Pace(), [([(0, 1)], 0.007), ([(0, 1)] * 16, 0.006)])
+    pace = learn(StepEstimator(), [([(0, 1)], 0.007), ([(0, 1)] * 16, 0.006)])
     assert pace.cost() == (7_000_000, 1, 0, 0)
 
 
 def test_a_step_of_one_token_may_have_a_faster_way() -> None:
-    pace = learn(Pace(), [([(0, 1)], 0.0055), ([(0, 1)] * 2, 0.0095), ([(0, 1)] * 16, 0.041)])
+    pace = learn(StepEstimator(), [([(0, 1)], 0.0055), ([(0, 1)] * 2, 0.0095), ([(0, 1)] * 16, 0.041)])
     cost = pace.cost()
     assert cost is not None
     assert cost.token_ns == pytest.approx(2_250_000, rel=0.1)

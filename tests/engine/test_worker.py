@@ -27,7 +27,7 @@ from quire.engine.worker.channel import Gone
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
 from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
-from quire.engine.worker.step_estimate import Pace, Work
+from quire.engine.worker.step_estimate import StepEstimator, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied
 from tests.engine.serving import SLOW, client, collect, request, run, until, usage
@@ -454,7 +454,7 @@ def announced(channel: _Recorder) -> list[float]:
 
 def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = Pace()
+    worker._pace = StepEstimator()
     worker._pace.learn(Work(1, 1.0), 0.1)
     worker._pace.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 50, SamplingParams(temperature=0, max_tokens=1))
@@ -466,7 +466,7 @@ def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
 
 def test_no_announcement_is_longer_than_its_cap() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = Pace()
+    worker._pace = StepEstimator()
     worker._pace.learn(Work(1, 1.0), 100.0)
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
     worker._step()
@@ -476,7 +476,7 @@ def test_no_announcement_is_longer_than_its_cap() -> None:
 def test_a_long_step_in_flight_is_announced_until_it_is_collected() -> None:
     """Its own announcement ends with the news of the step before it; the plan behind it is short."""
     worker, engine, channel = watched(has_overlap=True)
-    worker._pace = Pace()
+    worker._pace = StepEstimator()
     worker._pace.learn(Work(1, 1.0), 0.001)
     worker._pace.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 100, SamplingParams(temperature=0, max_tokens=2))

@@ -61,7 +61,7 @@ class _Size:
         self.median = self._sorted[(len(self._sorted) - 1) // 2]
 
 
-class Pace:
+class StepEstimator:
     """Predicts along a line through the steps that were seen, from the smallest size to the largest and beyond.
 
     A step costs a base, whatever it computes, and something for each token. One size alone does not tell the two

@@ -62,7 +62,7 @@ from quire.engine.worker.protocol import (
     ViewBlocks,
     Working,
 )
-from quire.engine.worker.step_estimate import NO_WORK, Pace, Work, work_of
+from quire.engine.worker.step_estimate import NO_WORK, StepEstimator, Work, work_of
 from quire.errors import InvalidRequest, InvariantViolation, QuireError
 
 AUDIT_AFTER_S = 1.0  # without work
@@ -106,7 +106,7 @@ class Worker:
         self._channel = channel
         self._engine = engine
         self._observer = observer
-        self._pace = Pace()
+        self._pace = StepEstimator()
         self._planned = NO_WORK  # by the last plan
         self._running = NO_WORK  # enqueued by the call of `step` before, where a step is in flight
         self._started: tuple[Started, ...] = ()  # in the step that runs
