@@ -13,7 +13,7 @@ from quire.core.request import FinishReason, PackedPrompt, Priority, Request, Sa
 from quire.core.scheduler import Scheduler
 from quire.core.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, TokenUpdate
 from quire.engine.params import PinPrefix
-from quire.engine.structured.masks import GrammarFailed, Masking, Matcher
+from quire.engine.structured.masks import GrammarFailed, GrammarMasks, Matcher
 from quire.errors import InvalidRequest, QuireError
 
 MAX_FAILED_STEPS = 3  # in a row: then it is not the requests
@@ -64,7 +64,7 @@ class Engine:
         self.on_plan = on_plan  # called with every plan before it runs
         self._requests: dict[int, Request] = {}  # alive, and known to whoever reads the outputs
         self._pins: dict[int, Sequence[PinPrefix]] = {}  # request id -> what to keep of its prompt, once that is there
-        self._masking = Masking()
+        self._masking = GrammarMasks()
         self._in_flight: _InFlight | None = None
         self._num_failed_steps = 0
 

@@ -21,7 +21,7 @@ from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.structured import grammars as grammars_module
 from quire.engine.structured.grammars import Grammars, open_grammars
 from quire.engine.worker.client import EngineClient
-from quire.engine.worker.grammar_queue import Compilations
+from quire.engine.worker.grammar_queue import GrammarQueue
 from quire.engine.worker.protocol import Add
 from quire.errors import InvalidRequest, QueueFull
 from quire.text.grammar import (
@@ -232,7 +232,7 @@ def test_a_model_without_an_end_cannot_follow_a_grammar(tokenizer: Tokenizer) ->
 
 def test_only_so_many_may_wait_for_a_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.grammar_queue.MAX_COMPILING", 2)
-    waiting = Compilations(grammars, lambda: None)
+    waiting = GrammarQueue(grammars, lambda: None)
     for number in (1, 2, 3):
         prompt, grammar = PackedPrompt.of((1,)), regex_grammar(f"w{number}")
         add = Add((number,), prompt, SamplingParams(), Priority.NORMAL, "", (), grammar)

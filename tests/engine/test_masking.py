@@ -15,7 +15,7 @@ from quire.core.request import FinishReason, SamplingParams
 from quire.core.step import StepPlan, StepResult
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
-from quire.engine.structured.masks import GrammarFailed, Masking
+from quire.engine.structured.masks import GrammarFailed, GrammarMasks
 
 VOCAB_SIZE = 200
 BLOCK_SIZE = 4
@@ -270,7 +270,7 @@ def test_a_grammar_that_is_slow_token_after_token_is_given_up(monkeypatch: pytes
 
 
 def test_masks_of_many_rows_come_from_several_threads() -> None:
-    masking = Masking()
+    masking = GrammarMasks()
     engine = make(num_blocks=100)
     for number in range(1, 9):
         engine.add(number, [1, number], SamplingParams(max_tokens=3))
@@ -285,7 +285,7 @@ def test_masks_of_many_rows_come_from_several_threads() -> None:
 
 def test_one_thread_for_those_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.structured.masks.usable_cores", lambda: 4)
-    masking, engine = Masking(), make(num_blocks=100)
+    masking, engine = GrammarMasks(), make(num_blocks=100)
     toys = {number: Toy(number, 9) for number in range(1, 9)}
     for number, toy in toys.items():
         engine.add(number, [1, number], SamplingParams(max_tokens=3))

@@ -63,7 +63,7 @@ _Row = tuple[int, int, _Entry]  # request id, slot
 _Found = list[tuple[int, int, bytes | str]]  # request id, slot; the mask, or why there is none
 
 
-class Masking:
+class GrammarMasks:
     """The matchers of the requests under way. `begin` and `finish` go around whatever a device does meanwhile; where
     the device is this processor, nothing would be gained, and `compute` is both."""
 

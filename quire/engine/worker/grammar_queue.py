@@ -20,7 +20,7 @@ class _Waiting(NamedTuple):
     job: Future[Compiled]
 
 
-class Compilations:
+class GrammarQueue:
     """Belongs to the thread of the worker's loop; `wake` is called from others when there is something to `take`."""
 
     def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
 from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.garbage_collection import calm_collector
-from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, Compilations
+from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.protocol import (
     MAX_RUNNING_TOLD,
     Add,
@@ -117,7 +117,7 @@ class Worker:
         self._audit: Iterator[None] | None = None  # the one under way
         self._is_preparing = True  # the runner may have something to make ready while nobody waits
         self._grammars = grammars
-        self._compilations: Compilations | None = None  # from the first grammar on
+        self._compilations: GrammarQueue | None = None  # from the first grammar on
         self._map: BlockMap | None = None  # while somebody looks at it
         engine.on_plan = self._announce
         self._handlers: dict[type, Callable[..., None]] = {
@@ -271,7 +271,7 @@ class Worker:
             if compiled is None:
                 if self._compilations is None:
                     self._channel.expect_wake()
-                    self._compilations = Compilations(self._grammars, self._channel.wake)
+                    self._compilations = GrammarQueue(self._grammars, self._channel.wake)
                 self._compilations.add(message)
                 return
         except QuireError as error:
@@ -279,7 +279,7 @@ class Worker:
         else:
             self._admit(message, compiled)
 
-    def _take_compiled(self, compilations: Compilations) -> None:
+    def _take_compiled(self, compilations: GrammarQueue) -> None:
         for message, outcome in compilations.take():
             if isinstance(outcome, QuireError):
                 self._refuse(message, outcome)
