@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.chat_model import Bill, Piece, Speaker
+from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
 from quire.cli.remote import plain
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
@@ -93,7 +93,7 @@ def chat(
         max_context=max_context,
         kv_memory=kv_memory,
     )
-    with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+    with closing(loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         if not speaker.has_template:
             raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")
         Repl(speaker, params, system).run()
@@ -102,7 +102,7 @@ def chat(
 class Repl:
     """The loop, the conversation so far and how to answer it. An error in a turn is told, and the next turn comes."""
 
-    def __init__(self, speaker: Speaker, params: GenerationParams, system: str | None = None) -> None:
+    def __init__(self, speaker: ChatModel, params: GenerationParams, system: str | None = None) -> None:
         self.speaker = speaker
         self.params = params
         self.system = system or None
@@ -303,7 +303,7 @@ class _Turn:
     """How one answer came. Without a bill, it was stopped."""
 
     pace: loading.Pace = field(default_factory=loading.Pace)
-    bill: Bill | None = None
+    bill: AnswerUsage | None = None
 
     def __str__(self) -> str:
         first = "" if self.pace.ttft_ms is None else f", the first after {self.pace.ttft_ms:.0f} ms"

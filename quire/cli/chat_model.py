@@ -1,4 +1,4 @@
-"""Who answers: `generate` and `chat` ask a `Speaker`, and do not care whether the model is in this process."""
+"""Who answers: `generate` and `chat` ask a `ChatModel`, and do not care whether the model is in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class AnswerUsage:
     prompt_tokens: int
     completion_tokens: int  # of all samples
     cached_tokens: int
@@ -45,14 +45,14 @@ class Bill:
 Take = Callable[[Piece], None]
 
 
-class Speaker(Protocol):
+class ChatModel(Protocol):
     """A callback and no iterator: an LLM gives the exact bill only where it drives the whole answer itself."""
 
     name: str  # of the model
     max_context: int
     has_template: bool
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill | None:
+    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage | None:
         """Piece by piece, until all samples have ended. What `take` raises, Ctrl-C too, ends the request and comes out.
 
         RequestFailed where the answer broke off. None: who answers sent no bill.
@@ -63,7 +63,7 @@ class Speaker(Protocol):
     def close(self) -> None: ...
 
 
-class LocalSpeaker:
+class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: LLM, name: str) -> None:
@@ -72,7 +72,7 @@ class LocalSpeaker:
         self.max_context = llm.max_context
         self.has_template = llm.text.template.exists
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill:
+    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage:
         problem: Exception | None = None
         parsers = self._new_parsers(ask, params.n)
 
@@ -93,7 +93,7 @@ class LocalSpeaker:
         for completion in output.completions:
             if completion.error is not None:
                 raise RequestFailed(completion.error)
-        return Bill(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
+        return AnswerUsage(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
 
     def _new_parsers(self, ask: Ask, num_samples: int) -> list[AnswerParser]:
         """One a sample. A model that does not think needs no second look at its prompt."""

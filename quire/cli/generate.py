@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.chat_model import Ask, Bill, Piece, Speaker
+from quire.cli.chat_model import AnswerUsage, Ask, ChatModel, Piece
 from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def generate(
         backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
         threads=threads, max_context=max_context, kv_memory=kv_memory,
     )  # fmt: skip
-    with closing(loading.open_speaker(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+    with closing(loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
 
 
@@ -165,7 +165,7 @@ def read_prompt(given: str | None, *, is_raw: bool) -> str:
     return text
 
 
-def _answer(speaker: Speaker, ask: Ask, params: GenerationParams, *, as_json: bool) -> None:
+def _answer(speaker: ChatModel, ask: Ask, params: GenerationParams, *, as_json: bool) -> None:
     if not isinstance(ask, str) and not speaker.has_template:
         raise TemplateError(f"{speaker.name} has no chat template: use --raw to continue the prompt as it is")
     samples = [_Sample() for _ in range(params.n)]
@@ -255,7 +255,7 @@ class _Printer:
 
 
 def _summary(
-    samples: list[_Sample], bill: Bill | None, pace: loading.Pace, max_tokens: int | None, max_context: int
+    samples: list[_Sample], bill: AnswerUsage | None, pace: loading.Pace, max_tokens: int | None, max_context: int
 ) -> str:
     cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
     parts = [f"{pace}{cached}"]
@@ -280,7 +280,7 @@ def _why_stopped(sample: _Sample, max_tokens: int | None, max_context: int) -> s
 
 
 def _document(
-    name: str, samples: list[_Sample], bill: Bill | None, pace: loading.Pace, *, has_logprobs: bool
+    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: loading.Pace, *, has_logprobs: bool
 ) -> dict[str, Any]:
     completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
     document = {"model": name, **completions[0]}
@@ -303,7 +303,7 @@ def _completion(sample: _Sample, *, has_logprobs: bool) -> dict[str, Any]:
     return document
 
 
-def _usage(bill: Bill) -> dict[str, int]:
+def _usage(bill: AnswerUsage) -> dict[str, int]:
     return {
         "prompt_tokens": bill.prompt_tokens,
         "completion_tokens": bill.completion_tokens,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.chat_model import Bill, LocalSpeaker, Piece, Speaker
+from quire.cli.chat_model import AnswerUsage, ChatModel, LocalModel, Piece
 from quire.cli.pull import download_bar
 from quire.cli.remote import DEFAULT_URL, choose_address, chosen_key, find_server
 from quire.errors import InvalidRequest, ModelNotFound, QuireError
@@ -144,16 +144,16 @@ def parse_bytes(option: str, text: str) -> int:
 # Opening
 
 
-def open_speaker(
+def open_chat_model(
     model: str | None, settings: dict[str, Any], *, server: str | None, api_key: str | None, is_local: bool
-) -> Speaker:
+) -> ChatModel:
     """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
     address = choose_address(server, is_local=is_local, engine_options=[_option(name) for name in settings])
     if address is not None:
         remote = find_server(address, model, chosen_key(api_key))
         if remote is not None:
             return remote
-    return LocalSpeaker(open_llm(model, settings), model or DEFAULT_MODEL)
+    return LocalModel(open_llm(model, settings), model or DEFAULT_MODEL)
 
 
 def open_llm(model: str | None, settings: dict[str, Any]) -> LLM:
@@ -260,7 +260,7 @@ class Pace:
         """Where nobody counts the tokens, text is one, until the bill says better."""
         self.count(int(bool(piece.text or piece.thought)) if piece.num_tokens is None else piece.num_tokens)
 
-    def settle(self, bill: Bill | None) -> None:
+    def settle(self, bill: AnswerUsage | None) -> None:
         if bill is not None:
             self.num_tokens = bill.completion_tokens
 

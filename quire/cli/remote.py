@@ -1,4 +1,4 @@
-"""A quire server as a `Speaker`: which one to ask, and how, with nothing but the standard library.
+"""A quire server as a `ChatModel`: which one to ask, and how, with nothing but the standard library.
 
 Nothing it sends is believed: what is not in the API's shape is an error that names the server.
 """
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import typer
 
 from quire import __version__
-from quire.cli.chat_model import Ask, Bill, Piece, Take
+from quire.cli.chat_model import AnswerUsage, Ask, Piece, Take
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
 from quire.weights.hub import find_known
 
@@ -105,7 +105,7 @@ def parse_url(source: str, text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
 
 
-def find_server(address: Address, model: str | None, api_key: str | None) -> RemoteSpeaker | None:
+def find_server(address: Address, model: str | None, api_key: str | None) -> RemoteModel | None:
     """The server there, ready to answer as that model. None: nobody named it, and it is not there or will not do."""
     server = Server(address.url, api_key, PATIENT if address.is_named else QUICK)
     try:
@@ -121,7 +121,7 @@ def find_server(address: Address, model: str | None, api_key: str | None) -> Rem
         note(f"{error}. Loading the model here")
         return None
     note(f"using {name} on {address.url}")
-    return RemoteSpeaker(server, name, max_context)
+    return RemoteModel(server, name, max_context)
 
 
 def reach_server(server: str | None, api_key: str | None) -> Server:
@@ -314,7 +314,7 @@ class Server:
 # The speaker
 
 
-class RemoteSpeaker:
+class RemoteModel:
     """A model behind a server."""
 
     has_template = True  # a server says itself what it lacks
@@ -324,8 +324,8 @@ class RemoteSpeaker:
         self.max_context = max_context
         self._server = server
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> Bill | None:
-        bill: Bill | None = None
+    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage | None:
+        bill: AnswerUsage | None = None
         unfinished = set(range(params.n))
         path = "/v1/completions" if isinstance(ask, str) else "/v1/chat/completions"
         with self._server.open("POST", path, request_body(self.name, ask, params)) as response:
@@ -436,7 +436,7 @@ def read_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             is_first = False
 
 
-def read_chunk(chunk: Any, *, has_stops: bool) -> tuple[list[Piece], Bill | None]:
+def read_chunk(chunk: Any, *, has_stops: bool) -> tuple[list[Piece], AnswerUsage | None]:
     """Raises RequestFailed with the server's message, or whatever comes of a chunk in another shape."""
     if error := chunk.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
@@ -446,7 +446,7 @@ def read_chunk(chunk: Any, *, has_stops: bool) -> tuple[list[Piece], Bill | None
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         cache = chunk.get("cache")
-        bill = Bill(
+        bill = AnswerUsage(
             prompt_tokens=_whole(usage["prompt_tokens"]),
             completion_tokens=_whole(usage["completion_tokens"]),
             cached_tokens=_whole(cached),
