@@ -107,7 +107,7 @@ class Repl:
         self.params = params
         self.system = system or None
         self.messages: list[dict[str, str]] = []  # the system's is kept apart, so that it can be changed
-        self._speech = loading.Speech()
+        self._speech = loading.AnswerWriter()
         self._files: set[Path] = set()  # saved or loaded here: these may be overwritten
         self._last: _Turn | None = None
         self._is_over = False
@@ -302,7 +302,7 @@ COMMANDS["/quit"] = COMMANDS["/exit"]
 class _Turn:
     """How one answer came. Without a bill, it was stopped."""
 
-    pace: loading.Pace = field(default_factory=loading.Pace)
+    pace: loading.TokenRate = field(default_factory=loading.TokenRate)
     bill: AnswerUsage | None = None
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.engine.params import GenerationParams
     from quire.text.answers import AnswerParser
 
-Ask = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
+ChatInput = str | Sequence[Mapping[str, str]]  # a raw prompt to continue, or a conversation to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ChatModel(Protocol):
     max_context: int
     has_template: bool
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage | None:
+    def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
         """Piece by piece, until all samples have ended. What `take` raises, Ctrl-C too, ends the request and comes out.
 
         RequestFailed where the answer broke off. None: who answers sent no bill.
@@ -72,7 +72,7 @@ class LocalModel:
         self.max_context = llm.max_context
         self.has_template = llm.text.template.exists
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage:
+    def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage:
         problem: Exception | None = None
         parsers = self._new_parsers(ask, params.n)
 
@@ -95,7 +95,7 @@ class LocalModel:
                 raise RequestFailed(completion.error)
         return AnswerUsage(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
 
-    def _new_parsers(self, ask: Ask, num_samples: int) -> list[AnswerParser]:
+    def _new_parsers(self, ask: ChatInput, num_samples: int) -> list[AnswerParser]:
         """One a sample. A model that does not think needs no second look at its prompt."""
         from quire.engine.llm import as_chat
         from quire.text.answers import PlainAnswer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.chat_model import AnswerUsage, Ask, ChatModel, Piece
+from quire.cli.chat_model import AnswerUsage, ChatInput, ChatModel, Piece
 from quire.errors import InvalidRequest, TemplateError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _check_shown(logprobs: int | None, *, as_json: bool) -> None:
         raise InvalidRequest(f"--logprobs {logprobs} is shown only with --json")
 
 
-def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> Ask:
+def read_ask(prompt: str | None, system: str | None, *, is_raw: bool) -> ChatInput:
     if is_raw and system is not None:
         raise InvalidRequest(f"--system {system!r} needs the chat template, and --raw was given")
     text = read_prompt(prompt, is_raw=is_raw)
@@ -165,7 +165,7 @@ def read_prompt(given: str | None, *, is_raw: bool) -> str:
     return text
 
 
-def _answer(speaker: ChatModel, ask: Ask, params: GenerationParams, *, as_json: bool) -> None:
+def _answer(speaker: ChatModel, ask: ChatInput, params: GenerationParams, *, as_json: bool) -> None:
     if not isinstance(ask, str) and not speaker.has_template:
         raise TemplateError(f"{speaker.name} has no chat template: use --raw to continue the prompt as it is")
     samples = [_Sample() for _ in range(params.n)]
@@ -214,9 +214,9 @@ class _Printer:
     """Prints answers one after another: the first as it comes, the others when it is their turn."""
 
     def __init__(self, samples: list[_Sample], *, is_silent: bool) -> None:
-        self.pace = loading.Pace()
+        self.pace = loading.TokenRate()
         self._samples = samples
-        self._speech = loading.Speech()
+        self._speech = loading.AnswerWriter()
         self._is_silent = is_silent
         self._is_broken = False  # stdout is gone
         self._current = 0
@@ -255,7 +255,7 @@ class _Printer:
 
 
 def _summary(
-    samples: list[_Sample], bill: AnswerUsage | None, pace: loading.Pace, max_tokens: int | None, max_context: int
+    samples: list[_Sample], bill: AnswerUsage | None, pace: loading.TokenRate, max_tokens: int | None, max_context: int
 ) -> str:
     cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
     parts = [f"{pace}{cached}"]
@@ -280,7 +280,7 @@ def _why_stopped(sample: _Sample, max_tokens: int | None, max_context: int) -> s
 
 
 def _document(
-    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: loading.Pace, *, has_logprobs: bool
+    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: loading.TokenRate, *, has_logprobs: bool
 ) -> dict[str, Any]:
     completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
     document = {"model": name, **completions[0]}

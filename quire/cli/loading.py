@@ -210,7 +210,7 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
-class Speech:
+class AnswerWriter:
     """Writes to stdout at once, and knows whether a line is still open. Thoughts go beside it, where somebody looks."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class Speech:
 
 
 @dataclass(slots=True)
-class Pace:
+class TokenRate:
     """How fast tokens came."""
 
     started_s: float = field(default_factory=time.perf_counter)

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import typer
 
 from quire import __version__
-from quire.cli.chat_model import AnswerUsage, Ask, Piece, Take
+from quire.cli.chat_model import AnswerUsage, ChatInput, Piece, Take
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, RequestFailed
 from quire.weights.hub import find_known
 
@@ -324,7 +324,7 @@ class RemoteModel:
         self.max_context = max_context
         self._server = server
 
-    def answer(self, ask: Ask, params: GenerationParams, take: Take) -> AnswerUsage | None:
+    def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
         bill: AnswerUsage | None = None
         unfinished = set(range(params.n))
         path = "/v1/completions" if isinstance(ask, str) else "/v1/chat/completions"
@@ -371,7 +371,7 @@ class RemoteModel:
         """Nothing is open between two answers."""
 
 
-def request_body(model: str, ask: Ask, params: GenerationParams) -> dict[str, Any]:
+def request_body(model: str, ask: ChatInput, params: GenerationParams) -> dict[str, Any]:
     from quire.engine.params import GenerationParams
 
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, "cache": True}

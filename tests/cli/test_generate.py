@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quire.cli import loading
 from quire.cli.generate import read_grammar
-from quire.cli.loading import Pace, parse_bytes
+from quire.cli.loading import TokenRate, parse_bytes
 from quire.cli.main import app
 from quire.core.request import FinishReason
 from quire.errors import InvalidRequest
@@ -278,7 +278,7 @@ def test_sizes() -> None:
 
 def test_pace_leaves_out_the_wait_for_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", iter((13.0, 13.5)).__next__)
-    pace = Pace(started_s=10.0)
+    pace = TokenRate(started_s=10.0)
     assert str(pace) == "0 tokens"
     pace.count(1)
     assert str(pace) == "1 token"
