@@ -34,7 +34,7 @@ from quire.bench.report import (
     Setup,
     Stage,
 )
-from quire.cli.bench_load import MAX_PROMPTS, Asker, Load, News, Shape, Stream
+from quire.cli.bench_load import MAX_PROMPTS, Load, News, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.remote import PATIENT, Server, ServerError
 from quire.core.request import Priority
@@ -120,7 +120,7 @@ class _Visit:
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
         if longest > max_context:
             raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_context}")
-        self._asker = Asker(self._server, self.setup.model, token_ids, config.seed)
+        self._asker = StreamClient(self._server, self.setup.model, token_ids, config.seed)
         self._random = Random(config.seed)
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:

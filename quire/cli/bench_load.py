@@ -35,7 +35,7 @@ class News(NamedTuple):
     is_finished: bool
 
 
-class Asker:
+class StreamClient:
     """Makes requests. No two have a prompt in common, and each has a salt of its own: there is nothing to share."""
 
     def __init__(self, server: Server, model: str, token_ids: Sequence[int], seed: int) -> None:
@@ -74,7 +74,7 @@ class Asker:
 class Stream:
     """One HTTP request on its way. `cut` may be called from any thread, at any time."""
 
-    def __init__(self, asker: Asker, body: dict[str, Any]) -> None:
+    def __init__(self, asker: StreamClient, body: dict[str, Any]) -> None:
         self._asker = asker
         self._body = body
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class Stream:
 class Load:
     """Keeps at least `num_requests` requests of one tier outstanding, from `start` to `stop`."""
 
-    def __init__(self, asker: Asker, priority: Priority, shape: Shape, num_requests: int) -> None:
+    def __init__(self, asker: StreamClient, priority: Priority, shape: Shape, num_requests: int) -> None:
         self._asker = asker
         self._priority = priority
         self._shape = shape

@@ -17,7 +17,7 @@ QUESTION = "What is the capital of France?"
 LIMIT_S = 300.0
 
 
-def say_hello(url: str, model: str, keys: Sequence[str]) -> None:
+def ask_first_question(url: str, model: str, keys: Sequence[str]) -> None:
     """In a thread: whoever calls runs the loop that has to answer."""
     threading.Thread(target=_ask_twice, args=(url, model, keys), name="quire-hello", daemon=True).start()
 

@@ -22,7 +22,7 @@ from quire.sim.simulator import SimConfig, StepTime, simulate
 from quire.sim.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
-    from quire.cli.replay_client import Player
+    from quire.cli.replay_client import ReplayClient
 
 PROBE_ROUNDS = 2
 LONG_PROBE = 512  # tokens
@@ -118,11 +118,11 @@ class _Counts:
 
 
 def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]) -> Replayed:
-    from quire.cli.replay_client import Player, Texts, find_vocab_size
+    from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
 
     model, _ = server.find_model(wanted)
     texts = Texts(find_vocab_size(server, model))
-    player = Player(server, model, texts, f"replay-{secrets.token_hex(8)}")
+    player = ReplayClient(server, model, texts, f"replay-{secrets.token_hex(8)}")
     config = server_config(server, model)
     found = _step_times(player, config, given)
     before = _counts(server, model)
@@ -159,7 +159,7 @@ def server_config(server: Server, model: str) -> SimConfig:
         raise server.misspoke("no account of its scheduling", found) from None
 
 
-def _step_times(player: Player, config: SimConfig, given: dict[str, float | None]) -> Fit:
+def _step_times(player: ReplayClient, config: SimConfig, given: dict[str, float | None]) -> Fit:
     """Measured, but for what was given."""
     known = {name: value for name, value in given.items() if value is not None}
     try:
@@ -175,7 +175,7 @@ def _step_times(player: Player, config: SimConfig, given: dict[str, float | None
         raise InvalidRequest(f"--{field.replace('_', '-')} {rest}") from None
 
 
-def _probes(player: Player, config: SimConfig) -> list[Probe]:
+def _probes(player: ReplayClient, config: SimConfig) -> list[Probe]:
     """Short and long prompts, with and without answers, alone and in company: what tells the unknowns apart."""
     room = min(config.max_context or 1 << 30, (config.num_blocks - 1) * config.block_size)
     long, answer, company = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_seqs)

@@ -91,7 +91,7 @@ class _Visit:
     is_done: bool = False
 
 
-class Player:
+class ReplayClient:
     """`salt` keeps what is played apart from everything the server has cached before."""
 
     def __init__(self, server: Server, model: str, texts: Texts, salt: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import loading
-from quire.cli.first_answer import say_hello
+from quire.cli.first_answer import ask_first_question
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
@@ -208,7 +208,7 @@ def _serve(options: dict[str, Any]) -> None:
         bar.close()
         announce(startup)
         if options["hello"]:
-            say_hello(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
+            ask_first_question(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
 
     bar = ExitStack()
     progress = bar.enter_context(loading.loading_bar(config.models[0].names[0]))

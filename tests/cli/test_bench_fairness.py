@@ -15,7 +15,7 @@ import pytest
 from quire.bench.report import NUM_IDLE, BenchConfig, Stage
 from quire.cli import bench_fairness
 from quire.cli.bench_fairness import measure_fairness
-from quire.cli.bench_load import Asker, Load, News, Shape, Stream
+from quire.cli.bench_load import Load, News, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
 from quire.cli.remote import PATIENT, Server, ServerError
 from quire.core.request import Priority
@@ -47,8 +47,8 @@ def process(tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def asker(process: ServerProcess) -> Asker:
-    return Asker(Server(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
+def asker(process: ServerProcess) -> StreamClient:
+    return StreamClient(Server(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
 
 
 # The server
@@ -136,7 +136,7 @@ def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: 
 # The clients
 
 
-def test_a_stream_gives_every_token_of_every_prompt(asker: Asker) -> None:
+def test_a_stream_gives_every_token_of_every_prompt(asker: StreamClient) -> None:
     news: list[News] = []
     Stream(asker, asker.body(Priority.LOW, SHORT, 3)).read(news.append)
     assert {one.prompt for one in news} == {0, 1, 2}
@@ -145,7 +145,7 @@ def test_a_stream_gives_every_token_of_every_prompt(asker: Asker) -> None:
         assert sum(one.is_finished for one in news if one.prompt == prompt) == 1
 
 
-def test_prompts_and_salts_are_never_the_same(asker: Asker) -> None:
+def test_prompts_and_salts_are_never_the_same(asker: StreamClient) -> None:
     bodies = [asker.body(Priority.HIGH, SHORT, 64) for _ in range(3)]
     prompts = [tuple(prompt) for body in bodies for prompt in body["prompt"]]
     assert len(set(prompts)) == 3 * 64
@@ -155,7 +155,7 @@ def test_prompts_and_salts_are_never_the_same(asker: Asker) -> None:
         assert len({prompt[0] for prompt in body["prompt"]}) == 64  # or the cache would share a token
 
 
-def test_a_stream_that_is_cut_ends_without_an_error(asker: Asker, process: ServerProcess) -> None:
+def test_a_stream_that_is_cut_ends_without_an_error(asker: StreamClient, process: ServerProcess) -> None:
     stream = Stream(asker, asker.body(Priority.LOW, Shape(8, 4000)))
     seen: list[News] = []
 
@@ -169,13 +169,13 @@ def test_a_stream_that_is_cut_ends_without_an_error(asker: Asker, process: Serve
     wait_until(lambda: not Server(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
 
 
-def test_a_stream_that_was_cut_before_it_began_sends_nothing(asker: Asker) -> None:
+def test_a_stream_that_was_cut_before_it_began_sends_nothing(asker: StreamClient) -> None:
     stream = Stream(asker, asker.body(Priority.LOW, SHORT))
     stream.cut()
     stream.read(lambda news: pytest.fail(str(news)))
 
 
-def test_both_tiers_have_tokens_and_a_load_never_runs_out(asker: Asker, process: ServerProcess) -> None:
+def test_both_tiers_have_tokens_and_a_load_never_runs_out(asker: StreamClient, process: ServerProcess) -> None:
     server = Server(process.url, None, PATIENT)
     loads = [Load(asker, tier, SHORT, 6) for tier in (Priority.HIGH, Priority.LOW)]
     for load in loads:
@@ -196,7 +196,7 @@ def _checked(load: Load) -> Load:
     return load
 
 
-def test_a_load_that_is_refused_says_so(asker: Asker) -> None:
+def test_a_load_that_is_refused_says_so(asker: StreamClient) -> None:
     load = Load(asker, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
     load.start()
     with pytest.raises(ContextTooLong, match="4096"):

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cli.prometheus_text import read_exposition, total
 from quire.cli.remote import PATIENT
 from quire.cli.remote import Server as RemoteServer
-from quire.cli.replay_client import Player, Texts, find_vocab_size
+from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
 from quire.sim.replay import Ending
 from quire.sim.traces import TraceRequest, text
 from tests.cli.runs import quire, quire_each
@@ -176,11 +176,11 @@ def test_the_page_says_what_can_be_typed(server: Server, tmp_path: Path, monkeyp
 # What it is made of
 
 
-def player(server: Server, salt: str) -> Player:
+def player(server: Server, salt: str) -> ReplayClient:
     remote = RemoteServer(server.url, KEY, PATIENT)
     size = find_vocab_size(remote, MODEL)
     assert size == 32_000  # the largest it tries; this model has more
-    return Player(remote, MODEL, Texts(size), salt)
+    return ReplayClient(remote, MODEL, Texts(size), salt)
 
 
 def test_a_later_prompt_contains_the_answer_that_was_given(server: Server) -> None:
