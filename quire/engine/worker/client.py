@@ -22,7 +22,7 @@ from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, GenerationOutput
 from quire.engine.params import GenerationRequest, PinPrefix, check_pin_id
 from quire.engine.worker.generation import Generation
-from quire.engine.worker.link import Hook, Link
+from quire.engine.worker.link import Hook, WorkerConnection
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.engine.worker.protocol import (
     Blocks,
@@ -70,7 +70,7 @@ class EngineClient:
         self._on_loading = Hook("on_loading", on_loading)
         self._on_step = Hook("on_step", on_step)
         self._hang_limit_s = hang_limit_s
-        self._link: Link | None = None
+        self._link: WorkerConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._pause: asyncio.Task[None] | None = None  # before the next start
@@ -257,7 +257,7 @@ class EngineClient:
 
     # The worker
 
-    async def _ready_link(self) -> Link:
+    async def _ready_link(self) -> WorkerConnection:
         """The worker that serves: waits while it loads. Whoever stops waiting does not disturb the others."""
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
@@ -275,10 +275,10 @@ class EngineClient:
         self.max_context = link.facts.max_context
         return link
 
-    def _start_worker(self) -> Link:
+    def _start_worker(self) -> WorkerConnection:
         self._num_starts += 1
         try:
-            link = Link(
+            link = WorkerConnection(
                 self.text.name,
                 self._hang_limit_s,
                 on_loading=self._on_loading,
@@ -292,7 +292,7 @@ class EngineClient:
         link.load(self._path, self._config)
         return link
 
-    def _serving_link(self) -> Link | None:
+    def _serving_link(self) -> WorkerConnection | None:
         link = self._link
         return link if link is not None and link.facts is not None and not link.process.is_over else None
 

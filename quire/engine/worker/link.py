@@ -64,7 +64,7 @@ class Hook:
             self._function = None
 
 
-class Link:
+class WorkerConnection:
     """`on_end` is called when the worker is gone, unless it was closed on purpose: with whether it had been of use."""
 
     def __init__(
