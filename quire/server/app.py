@@ -88,9 +88,9 @@ class Endpoint:
     query: type[msgspec.Struct] | None = None  # the part of the address behind `?`
 
 
-async def openapi_json(call: RequestContext) -> Response:
-    body = await asyncio.to_thread(_openapi_bytes, call.models.default.name)
-    return Response(body, 200, call.headers, "application/json")
+async def openapi_json(context: RequestContext) -> Response:
+    body = await asyncio.to_thread(_openapi_bytes, context.models.default.name)
+    return Response(body, 200, context.headers, "application/json")
 
 
 @lru_cache(maxsize=4)
@@ -98,8 +98,8 @@ def _openapi_bytes(model: str) -> bytes:
     return msgspec.json.encode(openapi(ENDPOINTS, __version__, model=model))
 
 
-async def docs(call: RequestContext) -> Response:
-    return HTMLResponse(PAGE, headers={**call.headers, **HEADERS})
+async def docs(context: RequestContext) -> Response:
+    return HTMLResponse(PAGE, headers={**context.headers, **HEADERS})
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -228,21 +228,21 @@ class Gate:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
 
-    def check(self, call: RequestContext, access: Access) -> None:
-        headers = call.request.headers
+    def check(self, context: RequestContext, access: Access) -> None:
+        headers = context.request.headers
         num_hosts = len(headers.getlist("host"))
-        if num_hosts > 1 or (num_hosts == 0 and call.request.scope["http_version"] != "1.0"):
+        if num_hosts > 1 or (num_hosts == 0 and context.request.scope["http_version"] != "1.0"):
             raise ApiError(Kind.INVALID, f"Host: it is there {num_hosts} times, not once")
         self._check_browser(headers.get("host", ""), headers.get("origin"))
         if access is Access.PUBLIC:
             return
-        secrets = presented(call.request.scope["headers"])
+        secrets = presented(context.request.scope["headers"])
         found = [self.keys.find(secret) for secret in secrets or ("",)]
         key = next((key for key in found if key is not None), None)
         if key is None:
             text = "this API key is not known here" if secrets else "no API key was sent"
             raise ApiError(Kind.AUTHENTICATION, f"{text}: send Authorization: Bearer KEY, or x-api-key: KEY")
-        call.key = key  # before it is refused: the log names it
+        context.key = key  # before it is refused: the log names it
         if access is Access.ADMIN and not key.is_admin:
             raise ApiError(Kind.PERMISSION, f"the key {key.name!r} is not an admin's")
 
@@ -301,30 +301,30 @@ class Path:
         finally:
             await call.finish()
 
-    def _dialect(self, call: RequestContext) -> Dialect:
+    def _dialect(self, context: RequestContext) -> Dialect:
         """Of the path; some are asked by clients of several protocols."""
-        if self._first.dialect is OLLAMA or call.request.scope["path"].startswith("/api/"):
+        if self._first.dialect is OLLAMA or context.request.scope["path"].startswith("/api/"):
             return OLLAMA
-        return ANTHROPIC if "anthropic-version" in call.request.headers else self._first.dialect
+        return ANTHROPIC if "anthropic-version" in context.request.headers else self._first.dialect
 
     def _pass(self, endpoint: Endpoint | None) -> Handler:
-        async def handle(call: RequestContext) -> Response:
-            self._gate.check(call, Access.USER if endpoint is None else endpoint.access)
+        async def handle(context: RequestContext) -> Response:
+            self._gate.check(context, Access.USER if endpoint is None else endpoint.access)
             if endpoint is None:
-                call.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
-                raise ApiError(Kind.METHOD, f"{call.request.method} is not allowed here: use {allowed}")
+                context.headers["allow"] = allowed = ", ".join(sorted(self._endpoints))
+                raise ApiError(Kind.METHOD, f"{context.request.method} is not allowed here: use {allowed}")
             if endpoint.generates:
-                call.models.check_open(call.key)
-            return await endpoint.handler(call)
+                context.models.check_open(context.key)
+            return await endpoint.handler(context)
 
         return handle
 
 
-async def not_found(call: RequestContext) -> Response:
-    path = call.request.scope["path"]
+async def not_found(context: RequestContext) -> Response:
+    path = context.request.scope["path"]
     meant = None if why_unserved(path) else find_meant(path, ENDPOINTS)
-    if meant is not None and call.dialect is OPENAI:
-        call.dialect = meant.dialect
+    if meant is not None and context.dialect is OPENAI:
+        context.dialect = meant.dialect
     raise ApiError(Kind.NOT_FOUND, f"there is nothing at {path!r:.200}; {advice(path, meant)}")
 
 

@@ -286,32 +286,32 @@ class RequestContext:
 Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
-async def answer(call: RequestContext, handler: Handler) -> Response | None:
+async def answer(context: RequestContext, handler: Handler) -> Response | None:
     """Run a handler. Every failure becomes an answer; None: there is nobody left to answer."""
     try:
-        return await handler(call)
+        return await handler(context)
     except ClientGone:
         return None
     except ApiError as error:
-        return await _refuse(call, error)
+        return await _refuse(context, error)
     except QuireError as error:
-        return await _refuse(call, from_quire(error, call.fields))
+        return await _refuse(context, from_quire(error, context.fields))
     except Exception:
-        log.exception("%s %s failed", call.request_id, call.endpoint)
-        text = f"the server failed at this request; its log has more under {call.request_id}"
-        return await _refuse(call, ApiError(Kind.FAILED, text, reason="internal"))
+        log.exception("%s %s failed", context.request_id, context.endpoint)
+        text = f"the server failed at this request; its log has more under {context.request_id}"
+        return await _refuse(context, ApiError(Kind.FAILED, text, reason="internal"))
 
 
-async def _refuse(call: RequestContext, error: ApiError) -> Response:
-    call.model.metrics.rejected(error.reason)
-    if hasattr(call, "key") and call.key.is_admin:
+async def _refuse(context: RequestContext, error: ApiError) -> Response:
+    context.model.metrics.rejected(error.reason)
+    if hasattr(context, "key") and context.key.is_admin:
         error.message = error.admin_message
-    if not call.is_accepted:  # or its own line tells
-        key_name = call.key.name if hasattr(call, "key") else None
-        log_refusal(call.request_id, call.endpoint, key_name, call.dialect.status(error), error.reason, error.param)
-    if call.has_body and error.kind is not Kind.TIMEOUT:
-        await call.discard()
-    return call.error(error)
+    if not context.is_accepted:  # or its own line tells
+        key_name = context.key.name if hasattr(context, "key") else None
+        log_refusal(context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param)
+    if context.has_body and error.kind is not Kind.TIMEOUT:
+        await context.discard()
+    return context.error(error)
 
 
 def _announces_body(headers: Mapping[str, str]) -> bool:

@@ -1076,7 +1076,7 @@ def test_events_of_a_work() -> None:
         return [data async for data in events(work, encoder)]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
-    work = cast("Work", MadeUpWork(chat(cache=True), batches, Priority.LOW))
+    work = cast("ActiveRequest", MadeUpWork(chat(cache=True), batches, Priority.LOW))
     pieces = asyncio.run(collect(work))
     assert len(pieces) == 3  # the first batch had nothing to say; one write for each of the others, and the end
     chunks = judged(b"".join(pieces))
@@ -1084,7 +1084,7 @@ def test_events_of_a_work() -> None:
     assert chunks[0]["id"] == "chatcmpl-req_1"
     assert chunks[0]["service_tier"] == "flex"
     assert chunks[-2]["cache"]["prompt_tokens"] == 10
-    assert cache_view(cast("Work", MadeUpWork(chat(), [], Priority.HIGH))) is None
+    assert cache_view(cast("ActiveRequest", MadeUpWork(chat(), [], Priority.HIGH))) is None
 
 
 def test_the_fingerprint_is_of_the_model() -> None:

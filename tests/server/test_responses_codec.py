@@ -485,7 +485,7 @@ def made_up(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
 ) -> ActiveRequest:
     ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
-    return cast("Work", MadeUpWork(ask, deltas, meanings or {}))
+    return cast("ActiveRequest", MadeUpWork(ask, deltas, meanings or {}))
 
 
 def stream(

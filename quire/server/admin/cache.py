@@ -100,16 +100,16 @@ class Unpinned(msgspec.Struct, frozen=True):
     unpinned: bool
 
 
-async def explain(call: RequestContext) -> Response:
+async def explain(context: RequestContext) -> Response:
     """A dry run: what the cache would give this prompt now, and why not more."""
-    body = await call.body(ExplainRequest)
-    service = _service(call, body.model)
-    tokens, salt = await _prompt(call, service, body)
-    return call.json(view(await service.client.explain(tokens, salt), len(tokens)))
+    body = await context.body(ExplainRequest)
+    service = _service(context, body.model)
+    tokens, salt = await _prompt(context, service, body)
+    return context.json(view(await service.client.explain(tokens, salt), len(tokens)))
 
 
-async def stats(call: RequestContext) -> Response:
-    service = _service(call, call.request.query_params.get("model"))
+async def stats(context: RequestContext) -> Response:
+    service = _service(context, context.request.query_params.get("model"))
     found = await service.client.stats()
     if found is None:
         raise _not_loaded(service.model)
@@ -121,40 +121,40 @@ async def stats(call: RequestContext) -> Response:
         num_waiting=found.num_waiting,
         **asdict(found.cache),
     )
-    return call.json(answer)
+    return context.json(answer)
 
 
-async def clear(call: RequestContext) -> Response:
+async def clear(context: RequestContext) -> Response:
     """For the keeper: forget all that is cached, pins included. Requests under way keep what they have."""
-    service = _service(call, call.request.query_params.get("model"))
+    service = _service(context, context.request.query_params.get("model"))
     _capacity(service)
     await service.client.clear_cache()
-    return call.json(Cleared(cleared=True))
+    return context.json(Cleared(cleared=True))
 
 
-async def pin(call: RequestContext) -> Response:
+async def pin(context: RequestContext) -> Response:
     """For the keeper: hold on to what is cached of this prompt. Computes nothing: send the prompt first."""
-    body = await call.body(PinRequest)
-    service = _service(call, body.model)
-    tokens, salt = await _prompt(call, service, body)
+    body = await context.body(PinRequest)
+    service = _service(context, body.model)
+    tokens, salt = await _prompt(context, service, body)
     pin_id = _content_id(tokens, salt) if body.id is None else body.id
     _check_id(pin_id)
     _capacity(service)
     ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
-    return call.json(Pinned(pin_id, await service.client.pin(pin_id, tokens, salt, ttl_s)))
+    return context.json(Pinned(pin_id, await service.client.pin(pin_id, tokens, salt, ttl_s)))
 
 
-async def unpin(call: RequestContext) -> Response:
-    body = await call.body(UnpinRequest)
+async def unpin(context: RequestContext) -> Response:
+    body = await context.body(UnpinRequest)
     _check_id(body.id)
-    service = _service(call, body.model)
+    service = _service(context, body.model)
     _capacity(service)
-    return call.json(Unpinned(unpinned=await service.client.unpin(body.id)))
+    return context.json(Unpinned(unpinned=await service.client.unpin(body.id)))
 
 
-def _service(call: RequestContext, name: str | None) -> ModelService:
+def _service(context: RequestContext, name: str | None) -> ModelService:
     """Of a model that is loaded: asking after its cache loads none, for then there would be nothing in it."""
-    model = call.models.find(name)
+    model = context.models.find(name)
     if model.service is None:
         raise _not_loaded(model.name)
     return model.service
@@ -172,7 +172,7 @@ def _not_loaded(name: str) -> ApiError:
     return ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="loading")
 
 
-async def _prompt(call: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
+async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
     ask = to_ask(body)
     tokens = await service.encode(ask.prompts[0])
@@ -183,7 +183,7 @@ async def _prompt(call: RequestContext, service: ModelService, body: ExplainRequ
     check_tokens("prompt", tokens)
     if (largest := max(tokens)) >= (size := service.text.spec.vocab_size):
         raise InvalidRequest(f"prompt: token id {largest} is outside the vocabulary of {size}")
-    return tokens, service.salt_for(call.key, ask.cache_salt)
+    return tokens, service.salt_for(context.key, ask.cache_salt)
 
 
 def to_ask(body: ExplainRequest) -> InferenceRequest:

@@ -40,36 +40,36 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     full_model_len: int | None  # what that would be, had its KV cache room enough
 
 
-async def load(call: RequestContext) -> Response:
-    body = await call.body(LoadRequest)
-    model = call.models.find(body.model)
-    loading = call.models.begin(call.models.load(model))
-    await (call.wait_for(loading) if body.wait else asyncio.sleep(0))
-    return call.json(status(model))
+async def load(context: RequestContext) -> Response:
+    body = await context.body(LoadRequest)
+    model = context.models.find(body.model)
+    loading = context.models.begin(context.models.load(model))
+    await (context.wait_for(loading) if body.wait else asyncio.sleep(0))
+    return context.json(status(model))
 
 
-async def unload(call: RequestContext) -> Response:
+async def unload(context: RequestContext) -> Response:
     """What comes for it meanwhile waits, and has it loaded again."""
-    body = await call.body(UnloadRequest)
-    model = call.models.find(body.model)
+    body = await context.body(UnloadRequest)
+    model = context.models.find(body.model)
     if model.is_pinned:
         raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-    unloading = call.models.begin(call.models.unload(model, is_forced=body.force))
-    await (call.wait_for(unloading) if body.wait else asyncio.sleep(0))
-    return call.json(status(model))
+    unloading = context.models.begin(context.models.unload(model, is_forced=body.force))
+    await (context.wait_for(unloading) if body.wait else asyncio.sleep(0))
+    return context.json(status(model))
 
 
-async def pin(call: RequestContext) -> Response:
+async def pin(context: RequestContext) -> Response:
     """Loads nothing: it is about who goes when there is no room."""
-    model = call.models.find((await call.body(PinRequest)).model)
-    call.models.manager.pin(model.seat)
-    return call.json(status(model))
+    model = context.models.find((await context.body(PinRequest)).model)
+    context.models.manager.pin(model.seat)
+    return context.json(status(model))
 
 
-async def unpin(call: RequestContext) -> Response:
-    model = call.models.find((await call.body(PinRequest)).model)
-    call.models.manager.unpin(model.seat)
-    return call.json(status(model))
+async def unpin(context: RequestContext) -> Response:
+    model = context.models.find((await context.body(PinRequest)).model)
+    context.models.manager.unpin(model.seat)
+    return context.json(status(model))
 
 
 def status(model: Model) -> ModelStatus:

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Every state of it has a timer that ends it: waiting for headers, idle between requests, unread
-    answers, last bytes. A body has its own in `RequestContext`; an answer in the making has a client that is watched."""
+    """One connection. Every state has a timer that ends it: waiting for headers, idle between requests, unread answers,
+    last bytes. The body's timer is in `RequestContext`; while an answer is generated, the client is watched instead."""
 
     max_connections = 4096
     header_s = HEADER_S

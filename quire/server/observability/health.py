@@ -102,31 +102,31 @@ def _status(service: ModelService) -> str:
     return "ok" if service.client.is_moving else "stuck"
 
 
-async def health(call: RequestContext) -> Response:
+async def health(context: RequestContext) -> Response:
     """Alive: the engine's loop moves. Draining is healthy."""
-    found = status(call.models)
-    return call.json(Health(found), 200 if found == "ok" else 503)
+    found = status(context.models)
+    return context.json(Health(found), 200 if found == "ok" else 503)
 
 
-async def ready(call: RequestContext) -> Response:
+async def ready(context: RequestContext) -> Response:
     """Whether to send it traffic."""
-    found = "draining" if call.models.is_draining else status(call.models)
-    return call.json(Health(found), 200 if found == "ok" else 503)
+    found = "draining" if context.models.is_draining else status(context.models)
+    return context.json(Health(found), 200 if found == "ok" else 503)
 
 
-async def version(call: RequestContext) -> Response:
+async def version(context: RequestContext) -> Response:
     """Of one model, the default unless ?model= names another."""
-    model = call.models.find(call.request.query_params.get("model"))
+    model = context.models.find(context.request.query_params.get("model"))
     if model.service is None or (facts := model.service.client.facts) is None:
-        return call.json(Version(__version__, model.name))
+        return context.json(Version(__version__, model.name))
     runner, scheduling = facts.facts, model.service.client.scheduling
-    return call.json(Version(__version__, model.name, runner.backend, runner.device, runner.dtype, scheduling))
+    return context.json(Version(__version__, model.name, runner.backend, runner.device, runner.dtype, scheduling))
 
 
-async def metrics(call: RequestContext) -> Response:
-    await asyncio.gather(*(_take_metrics(model) for model in call.models))
-    body, kind = call.models.exposition.render()
-    return Response(body, 200, {**call.headers, "content-type": kind})
+async def metrics(context: RequestContext) -> Response:
+    await asyncio.gather(*(_take_metrics(model) for model in context.models))
+    body, kind = context.models.exposition.render()
+    return Response(body, 200, {**context.headers, "content-type": kind})
 
 
 async def _take_metrics(model: Model) -> None:
@@ -145,9 +145,9 @@ async def current_stats(service: ModelService) -> Stats | None:
         return None
 
 
-async def tokenize(call: RequestContext) -> Response:
-    body = await call.body(TokenizeRequest)
-    service = await call.use(body.model)
+async def tokenize(context: RequestContext) -> Response:
+    body = await context.body(TokenizeRequest)
+    service = await context.use(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt and messages: exactly one of them is needed")
     if body.messages is None:
@@ -157,9 +157,9 @@ async def tokenize(call: RequestContext) -> Response:
             chat = _conversation(body, body.messages)
         tokens = await service.encode(chat)
         unknown = service.text.template.unknown_args(chat.template_args)
-        call.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
+        context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
     names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
-    return call.json(Tokens(list(tokens), len(tokens), service.max_context, names))
+    return context.json(Tokens(list(tokens), len(tokens), service.max_context, names))
 
 
 def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
@@ -176,15 +176,15 @@ def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatReq
     return conversation_of(asked)[0]
 
 
-async def tokenizer_info(call: RequestContext) -> Response:
+async def tokenizer_info(context: RequestContext) -> Response:
     """What clients need that tokenise and render templates themselves, such as lm-evaluation-harness."""
-    service = await call.use(call.request.query_params.get("model"))
+    service = await context.use(context.request.query_params.get("model"))
     text = service.text
     named = text.tokenizer.special_tokens
     ends = [text.tokenizer.id_to_token(token_id) for token_id in text.eos_token_ids]  # GGUF files may name none
-    return call.json(
+    return context.json(
         TokenizerInfo(
-            model=call.model.name,
+            model=context.model.name,
             vocab_size=text.tokenizer.vocab_size,
             model_max_length=service.max_context,
             bos_token=named.get("bos_token"),
@@ -196,12 +196,12 @@ async def tokenizer_info(call: RequestContext) -> Response:
     )
 
 
-async def detokenize(call: RequestContext) -> Response:
-    body = await call.body(DetokenizeRequest)
-    service = await call.use(body.model)
+async def detokenize(context: RequestContext) -> Response:
+    body = await context.body(DetokenizeRequest)
+    service = await context.use(body.model)
     size = service.text.spec.vocab_size
     for position, token in enumerate(body.tokens):
         if token >= size:
             raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {size}")
     text = await asyncio.to_thread(service.text.tokenizer.decode, body.tokens, skip_special=False)
-    return call.json(DetokenizedText(text))
+    return context.json(DetokenizedText(text))

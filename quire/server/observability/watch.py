@@ -65,44 +65,44 @@ class HeldQuery(msgspec.Struct, frozen=True):
     model: Annotated[str | None, Meta(description="By default the first.")] = None
 
 
-async def watch(call: RequestContext) -> Response:
-    query = parse_query(call, WatchQuery)
-    if call.request.method == "HEAD":
-        return Response(None, 200, call.headers, "text/event-stream; charset=utf-8")
-    watcher = call.watch.enter(query.interval_ms / 1000, call.key)
+async def watch(context: RequestContext) -> Response:
+    query = parse_query(context, WatchQuery)
+    if context.request.method == "HEAD":
+        return Response(None, 200, context.headers, "text/event-stream; charset=utf-8")
+    watcher = context.watch.enter(query.interval_ms / 1000, context.key)
     if not query.once:
-        return WatchStream(watcher, call.key, call.headers)
+        return WatchStream(watcher, context.key, context.headers)
     try:
-        return Response(await watcher.once(call.key), 200, call.headers, "application/json")
+        return Response(await watcher.once(context.key), 200, context.headers, "application/json")
     finally:
         watcher.leave()
 
 
-async def watch_blocks(call: RequestContext) -> Response:
+async def watch_blocks(context: RequestContext) -> Response:
     """Who holds these blocks: asked when somebody points at them."""
-    query = parse_query(call, BlocksQuery)
-    model = call.models.find(query.model)
+    query = parse_query(context, BlocksQuery)
+    model = context.models.find(query.model)
     found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
     if found is None or model.service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
-    return call.json(blocks_answer(model.name, found, tuple(model.service.works), call.key))
+    return context.json(blocks_answer(model.name, found, tuple(model.service.works), context.key))
 
 
-async def watch_held(call: RequestContext) -> Response:
+async def watch_held(context: RequestContext) -> Response:
     """Which blocks a request holds: asked when somebody points at it."""
-    query = parse_query(call, HeldQuery)
-    model = call.models.find(query.model)
+    query = parse_query(context, HeldQuery)
+    model = context.models.find(query.model)
     works = () if model.service is None else model.service.works
-    work = next((one for one in works if one.request_id == query.id and is_shown(one, call.key)), None)
+    work = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
     if work is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
     ids = tuple(request_id for generation in work.generations for request_id in generation.request_ids)
-    return call.json(HeldAnswer(model.name, work.request_id, await model.service.client.find_held(ids)))
+    return context.json(HeldAnswer(model.name, work.request_id, await model.service.client.find_held(ids)))
 
 
-def parse_query(call: RequestContext, kind: type[Q]) -> Q:
+def parse_query(context: RequestContext, kind: type[Q]) -> Q:
     """The part of the address behind `?`. What it has beside is nobody's."""
-    given = dict(call.request.query_params)
+    given = dict(context.request.query_params)
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

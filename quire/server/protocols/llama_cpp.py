@@ -74,15 +74,15 @@ class RenderedPrompt(msgspec.Struct):
     prompt: str
 
 
-async def props(call: RequestContext) -> Response:
+async def props(context: RequestContext) -> Response:
     """Of one model, the default unless ?model= names another. Loads nothing."""
-    model = call.models.find(call.request.query_params.get("model"))
+    model = context.models.find(context.request.query_params.get("model"))
     facts = await facts_of(model)
     given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given["repeat_penalty"] = facts.defaults.repetition_penalty
     params = SlotParams(**{name: value for name, value in given.items() if value is not None})
     n_ctx = model.max_context or (0 if facts.spec is None else facts.spec.max_context)
-    return call.json(
+    return context.json(
         Props(
             default_generation_settings=SlotDefaults(n_ctx=n_ctx, params=params),
             total_slots=_num_slots(model),
@@ -95,32 +95,32 @@ async def props(call: RequestContext) -> Response:
     )
 
 
-async def slots(call: RequestContext) -> Response:
+async def slots(context: RequestContext) -> Response:
     """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
-    model = call.models.find(call.request.query_params.get("model"))
+    model = context.models.find(context.request.query_params.get("model"))
     works = [] if model.service is None else sorted(model.service.works, key=lambda work: work.caller.arrived_s)
     running = [work for work in works if work.is_started]
     count = max(_num_slots(model), len(running))
     n_ctx = model.max_context or 0
-    return call.json([_slot(i, n_ctx, running[i] if i < len(running) else None, call) for i in range(count)])
+    return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
 
 
-async def apply_template(call: RequestContext) -> Response:
+async def apply_template(context: RequestContext) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, as text."""
-    body = await call.body(ChatCompletionRequest)
+    body = await context.body(ChatCompletionRequest)
     (chat,) = parse_chat(body).prompts
     assert isinstance(chat, ChatRequest)
-    service = await call.use(body.model)
+    service = await context.use(body.model)
     text = await asyncio.to_thread(service.text.render_chat, chat, service.max_context)
-    return call.json(RenderedPrompt(text))
+    return context.json(RenderedPrompt(text))
 
 
 def _num_slots(model: Model) -> int:
     return 0 if model.facts is None else model.facts.capacity.max_seqs
 
 
-def _slot(slot_id: int, n_ctx: int, work: ActiveRequest | None, call: RequestContext) -> Slot:
-    if work is None or not is_shown(work, call.key):
+def _slot(slot_id: int, n_ctx: int, work: ActiveRequest | None, context: RequestContext) -> Slot:
+    if work is None or not is_shown(work, context.key):
         return Slot(id=slot_id, n_ctx=n_ctx, is_processing=work is not None)
     usage = work.usage
     return Slot(

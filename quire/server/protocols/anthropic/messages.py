@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol around one `InferenceRequest` and one `ActiveRequest`.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol.
 
 Two things are as a careful reader of the SDK would want them, where Anthropic's API leaves it open: an answer without
 text still has its one, empty, text block, and max_tokens = 0 fills the cache and answers with no block at all.
@@ -62,55 +62,55 @@ ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 
-async def messages(call: RequestContext) -> Response:
-    body = await call.body(MessagesRequest)
+async def messages(context: RequestContext) -> Response:
+    body = await context.body(MessagesRequest)
     ask = to_ask(body)
-    edited = await _edited(call, body, ask.prompts[0])
-    ask = replace(ask, model=_served_name(call, body.model), prompts=(edited.chat,))
-    return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body, edited))
+    edited = await _edited(context, body, ask.prompts[0])
+    ask = replace(ask, model=_served_name(context, body.model), prompts=(edited.chat,))
+    return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body, edited))
 
 
-async def _respond(call: RequestContext, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
-    work = await call.open(ask)
-    num_hour_tokens = hour_tokens(call.service, work)
+async def _respond(context: RequestContext, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
+    work = await context.open(ask)
+    num_hour_tokens = hour_tokens(context.service, work)
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
     reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
     if ask.is_streaming:
-        return await call.stream(work, reply.events())
-    one = (await call.result(work))[0].completions[0]
-    return call.json(reply.answer(one.text, one.finish_reason, one.stop))
+        return await context.stream(work, reply.events())
+    one = (await context.result(work))[0].completions[0]
+    return context.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 
-async def count_tokens(call: RequestContext) -> Response:
+async def count_tokens(context: RequestContext) -> Response:
     """What `messages` would bill for the same conversation: the three kinds of input tokens together."""
-    body = await call.body(CountTokensRequest)
+    body = await context.body(CountTokensRequest)
     refuse_unsupported(body)
     grammar_of(body)  # a body that would be refused is not counted either
     found = conversation(body)
-    call.note(IGNORED, found.ignored)
-    edited = await _edited(call, body, found.chat)
-    service = await call.use(_served_name(call, body.model))
+    context.note(IGNORED, found.ignored)
+    edited = await _edited(context, body, found.chat)
+    service = await context.use(_served_name(context, body.model))
     num_tokens = len(await service.encode(edited.chat))
     if body.context_management is None:
-        return call.json(TokenCount(num_tokens))
+        return context.json(TokenCount(num_tokens))
     original = num_tokens if edited.num_original_tokens is None else edited.num_original_tokens
-    return call.json(TokenCount(num_tokens, OriginalTokens(original)))
+    return context.json(TokenCount(num_tokens, OriginalTokens(original)))
 
 
-def _served_name(call: RequestContext, name: str) -> str | None:
+def _served_name(context: RequestContext, name: str) -> str | None:
     """Agents made for Anthropic's models ask for them by name: the default model answers, and the header says so."""
-    if name in call.models.names or not name.startswith(ANTHROPIC_MODELS):
+    if name in context.models.names or not name.startswith(ANTHROPIC_MODELS):
         return name
-    call.note(IGNORED, ("model",))
+    context.note(IGNORED, ("model",))
     return None
 
 
-async def _edited(call: RequestContext, body: CountTokensRequest, chat: Prompt) -> Edited:
+async def _edited(context: RequestContext, body: CountTokensRequest, chat: Prompt) -> Edited:
     """The conversation after `context_management`. Counts tokens only where an edit could clear something."""
     assert isinstance(chat, ChatRequest)
 
     async def count(chat: ChatRequest) -> int:
-        return len(await (await call.use(_served_name(call, body.model))).encode(chat))
+        return len(await (await context.use(_served_name(context, body.model))).encode(chat))
 
     return await apply(body.context_management, chat, count)
 

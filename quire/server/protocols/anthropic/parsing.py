@@ -1,4 +1,4 @@
-"""From a body of `/v1/messages` to an `InferenceRequest`: what is refused by name, and where the cache is to be kept."""
+"""Parses a body of `/v1/messages` into an `InferenceRequest`, with its cache breakpoints."""
 
 from __future__ import annotations
 

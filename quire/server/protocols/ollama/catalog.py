@@ -40,10 +40,10 @@ _PARAMETERS = {
 }
 
 
-async def tags(call: RequestContext) -> Response:
+async def tags(context: RequestContext) -> Response:
     """An entry for every name a model has."""
     entries: list[ListedModel] = []
-    for model in call.models:
+    for model in context.models:
         facts = await facts_of(model)
         entries += [
             ListedModel(
@@ -57,14 +57,14 @@ async def tags(call: RequestContext) -> Response:
             )
             for name in model.names
         ]
-    return call.json(ListedModels(models=entries))
+    return context.json(ListedModels(models=entries))
 
 
-async def show(call: RequestContext) -> Response:
-    body = await call.body(ShowRequest)
-    model = find_model(call.models, given_name(body.model, body.name))
+async def show(context: RequestContext) -> Response:
+    body = await context.body(ShowRequest)
+    model = find_model(context.models, given_name(body.model, body.name))
     facts = await facts_of(model)
-    return call.json(
+    return context.json(
         ShownModel(
             parameters=_parameters(facts),
             template=facts.template or "",
@@ -76,10 +76,10 @@ async def show(call: RequestContext) -> Response:
     )
 
 
-async def ps(call: RequestContext) -> Response:
+async def ps(context: RequestContext) -> Response:
     """The models in memory."""
     entries: list[LoadedModel] = []
-    for model in call.models:
+    for model in context.models:
         if model.state not in (ModelState.READY, ModelState.UNLOADING):
             continue
         facts = await facts_of(model)
@@ -97,11 +97,11 @@ async def ps(call: RequestContext) -> Response:
                 context_length=model.max_context or 0,
             )
         )
-    return call.json(LoadedModels(models=entries))
+    return context.json(LoadedModels(models=entries))
 
 
-async def version(call: RequestContext) -> Response:
-    return call.json(OllamaVersion(version=API_VERSION, quire=__version__))
+async def version(context: RequestContext) -> Response:
+    return context.json(OllamaVersion(version=API_VERSION, quire=__version__))
 
 
 def given_name(model: str | None, name: str | None) -> str:

@@ -56,30 +56,30 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 
 
-async def chat(call: RequestContext) -> Response:
-    body = await call.body(OllamaChatRequest)
-    model = find_model(call.models, body.model)
+async def chat(context: RequestContext) -> Response:
+    body = await context.body(OllamaChatRequest)
+    model = find_model(context.models, body.model)
     if not body.messages:
-        return await _move(call, body, model, chat_answer)
-    return await _generate(call, body, replace(parse_chat(body), model=model.name), chat_answer)
+        return await _move(context, body, model, chat_answer)
+    return await _generate(context, body, replace(parse_chat(body), model=model.name), chat_answer)
 
 
-async def generate(call: RequestContext) -> Response:
-    body = await call.body(OllamaGenerateRequest)
-    model = find_model(call.models, body.model)
+async def generate(context: RequestContext) -> Response:
+    body = await context.body(OllamaGenerateRequest)
+    model = find_model(context.models, body.model)
     if not body.prompt:
-        return await _move(call, body, model, generate_answer)
+        return await _move(context, body, model, generate_answer)
     ask = replace(parse_generate(body), model=model.name)
     if body.context:
-        service = await call.use(model.name)
+        service = await context.use(model.name)
         with in_their_words(NAMES):
             prompt = (*body.context, *await service.encode(ask.prompts[0]))
         ask = replace(ask, prompts=(prompt,))
-    return await _generate(call, body, ask, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
+    return await _generate(context, body, ask, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
 
 
 async def _generate(
-    call: RequestContext,
+    context: RequestContext,
     body: OllamaBody,
     ask: InferenceRequest,
     make: MakeAnswer,
@@ -88,32 +88,32 @@ async def _generate(
     has_context: bool = False,
 ) -> Response:
     async def respond(ask: InferenceRequest) -> Response:
-        work = await call.open(ask)
-        call.note(IGNORED, unmet(body, call.service, is_raw=is_raw))
+        work = await context.open(ask)
+        context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
         reply = Reply(work, body.model, make, has_context=has_context)
         if ask.is_streaming:
-            return await call.stream(work, reply.lines())
-        one = (await call.result(work))[0].completions[0]
-        return call.json(reply.whole(one))
+            return await context.stream(work, reply.lines())
+        one = (await context.result(work))[0].completions[0]
+        return context.json(reply.whole(one))
 
     with in_their_words(NAMES):
         return await answer_in_shape(ask, shape_field(body), respond)
 
 
-async def _move(call: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
+async def _move(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
     """Load the model, or unload it: what a request without a prompt is for."""
     if keep_alive_s(body.keep_alive) == 0:
-        if not call.key.is_admin:
+        if not context.key.is_admin:
             text = "keep_alive = 0 without a prompt unloads the model for everyone"
-            raise ApiError(Kind.PERMISSION, f"{text}: the key {call.key.name!r} is not an admin's", param="keep_alive")
+            raise ApiError(Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin's", param="keep_alive")
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
-        await call.wait_for(call.models.begin(call.models.unload(model)))
-        return call.json(make(Said(), _head(body.model, done=True, done_reason="unload")))
+        await context.wait_for(context.models.begin(context.models.unload(model)))
+        return context.json(make(Said(), _head(body.model, done=True, done_reason="unload")))
     if body.keep_alive is not None:
-        call.note(IGNORED, ["keep_alive"])
-    await call.use(model.name)
-    return call.json(make(Said(), _head(body.model, done=True, done_reason="load")))
+        context.note(IGNORED, ["keep_alive"])
+    await context.use(model.name)
+    return context.json(make(Said(), _head(body.model, done=True, done_reason="load")))
 
 
 # Out

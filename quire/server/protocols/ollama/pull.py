@@ -33,15 +33,15 @@ _encode = msgspec.json.Encoder().encode
 _is_pulling = threading.Lock()  # one at a time: parallel downloads would share bandwidth and disk
 
 
-async def pull_model(call: RequestContext) -> Response:
+async def pull_model(context: RequestContext) -> Response:
     """Fetch a model. If the client leaves, the download goes on, and a later pull finds what it fetched."""
-    body = await call.body(PullRequest)
+    body = await context.body(PullRequest)
     given = given_name(body.model, body.name)
     name = given.removesuffix(DEFAULT_TAG)
     is_streaming = body.stream is not False
-    if {given, name} & {*call.models.names}:
+    if {given, name} & {*context.models.names}:
         last = PullProgress(status="success")
-        return Lines(call.headers, _one(last)) if is_streaming else call.json(last)
+        return Lines(context.headers, _one(last)) if is_streaming else context.json(last)
     if find_known(name) is None and (is_path(name) or HubName.parse(name) is None):
         text = f"model = {given!r:.200} is neither a name that quire knows nor org/name of the hub"
         raise ApiError(Kind.NO_MODEL, text, param="model")
@@ -50,9 +50,9 @@ async def pull_model(call: RequestContext) -> Response:
         raise ApiError(Kind.OVERLOADED, text, retry_after_s=10.0, reason="pulling")
     pulling = Pulling(name)
     if is_streaming:
-        return Lines(call.headers, pulling.lines())
+        return Lines(context.headers, pulling.lines())
     progress = [one async for one in pulling.progress()]
-    return call.json(progress[-1])
+    return context.json(progress[-1])
 
 
 class Pulling:

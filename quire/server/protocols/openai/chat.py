@@ -77,15 +77,15 @@ _ROLES = {
 _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 
-async def chat_completions(call: RequestContext) -> Response:
-    body = await call.body(ChatCompletionRequest)
+async def chat_completions(context: RequestContext) -> Response:
+    body = await context.body(ChatCompletionRequest)
     ask = parse_chat(body)
     with in_their_words(_names(body)):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(call: RequestContext, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
-    work = await call.open(ask)
+async def _respond(context: RequestContext, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
+    work = await context.open(ask)
     if ask.is_streaming:
         head = head_of(work, "chatcmpl", "chat.completion.chunk")
         encoder = chat_stream(
@@ -95,11 +95,11 @@ async def _respond(call: RequestContext, body: ChatCompletionRequest, ask: Infer
             has_running_usage=says_usage_always(body),
             new_parser=work.new_parser,
         )
-        return await call.stream(work, events(work, encoder))
-    outputs = await call.result(work)
+        return await context.stream(work, events(work, encoder))
+    outputs = await context.result(work)
     head = head_of(work, "chatcmpl", "chat.completion")
     num_thought_tokens = work.num_thought_tokens
-    return call.json(whole_chat(head, outputs, work.usage, cache_view(work), work.new_parser, num_thought_tokens))
+    return context.json(whole_chat(head, outputs, work.usage, cache_view(work), work.new_parser, num_thought_tokens))
 
 
 # In

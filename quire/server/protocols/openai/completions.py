@@ -55,16 +55,16 @@ if TYPE_CHECKING:
     from quire.server.request_context import RequestContext
 
 
-async def completions(call: RequestContext) -> Response:
-    body = await call.body(CompletionRequest)
+async def completions(context: RequestContext) -> Response:
+    body = await context.body(CompletionRequest)
     ask = parse_completion(body)
     with in_their_words(NAMES):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(call: RequestContext, body: CompletionRequest, ask: InferenceRequest) -> Response:
-    work = await call.open(ask)
-    tokenizer = call.service.text.tokenizer
+async def _respond(context: RequestContext, body: CompletionRequest, ask: InferenceRequest) -> Response:
+    work = await context.open(ask)
+    tokenizer = context.service.text.tokenizer
     echoes = [echo_of(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
     head = head_of(work, "cmpl", "text_completion")
     if ask.is_streaming:
@@ -76,15 +76,15 @@ async def _respond(call: RequestContext, body: CompletionRequest, ask: Inference
             has_running_usage=says_usage_always(body),
             has_ids=bool(body.return_token_ids),
         )
-        return await call.stream(work, events(work, encoder))
-    outputs = await call.result(work)
+        return await context.stream(work, events(work, encoder))
+    outputs = await context.result(work)
     make = partial(whole_completion, head, outputs, work.usage, cache_view(work), echoes, tokenizer)
     # Scores of a long prompt are tens of thousands of values: others are served meanwhile.
     answer = make() if ask.params.prompt_logprobs is None else await asyncio.to_thread(make)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
             choice.token_ids = list(one.token_ids)
-    return call.json(answer)
+    return context.json(answer)
 
 
 # In

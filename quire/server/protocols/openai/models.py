@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from quire.server.request_context import RequestContext
 
 
-async def list_models(call: RequestContext) -> Response:
-    entries = [entry for model in call.models for entry in await model_entries(model)]
-    return call.json(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
+async def list_models(context: RequestContext) -> Response:
+    entries = [entry for model in context.models for entry in await model_entries(model)]
+    return context.json(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
 
 
-async def get_model(call: RequestContext) -> Response:
+async def get_model(context: RequestContext) -> Response:
     """The route takes the rest of the path: names of models have slashes."""
-    name = call.request.path_params["model"]
-    entries = await model_entries(call.models.find(name))
-    return call.json(next(entry for entry in entries if entry.id == name))
+    name = context.request.path_params["model"]
+    entries = await model_entries(context.models.find(name))
+    return context.json(next(entry for entry in entries if entry.id == name))
 
 
 async def model_entries(model: models.Model) -> list[Model]:

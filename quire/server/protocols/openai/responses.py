@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer protocol around one `InferenceRequest` and one `ActiveRequest`, without its store."""
+"""POST /v1/responses: OpenAI's newer protocol, without its store."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ _encode = msgspec.json.Encoder().encode
 _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.OVERLOADED: "rate_limit_exceeded"}
 
 
-async def responses(call: RequestContext) -> Response:
-    body = await call.body(ResponsesRequest)
+async def responses(context: RequestContext) -> Response:
+    body = await context.body(ResponsesRequest)
     ask = parse_responses(body)
     with in_their_words(names_of(body)):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, call, body))
+        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(call: RequestContext, body: ResponsesRequest, ask: InferenceRequest) -> Response:
-    work = await call.open(ask)
+async def _respond(context: RequestContext, body: ResponsesRequest, ask: InferenceRequest) -> Response:
+    work = await context.open(ask)
     reply = Reply(work, body)
     if ask.is_streaming:
-        return await call.stream(work, reply.events())
-    return call.json(await reply.whole())
+        return await context.stream(work, reply.events())
+    return context.json(await reply.whole())
 
 
 class Reply:

@@ -35,19 +35,19 @@ def page_files() -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in found if _suffix(one.name) in TYPES}
 
 
-async def page(call: RequestContext) -> Response:
-    return _answer(call, "index.html")
+async def page(context: RequestContext) -> Response:
+    return _answer(context, "index.html")
 
 
-async def page_file(call: RequestContext) -> Response:
-    return _answer(call, call.request.path_params["name"])
+async def page_file(context: RequestContext) -> Response:
+    return _answer(context, context.request.path_params["name"])
 
 
-def _answer(call: RequestContext, name: str) -> Response:
+def _answer(context: RequestContext, name: str) -> Response:
     body = page_files().get(name)
     if body is None:
         raise ApiError(Kind.NOT_FOUND, f"there is no {name!r:.80} here")
-    return Response(body, 200, {**call.headers, **HEADERS, "content-type": TYPES[_suffix(name)]})
+    return Response(body, 200, {**context.headers, **HEADERS, "content-type": TYPES[_suffix(name)]})
 
 
 def _suffix(name: str) -> str:
