@@ -53,7 +53,7 @@ class Host(Protocol):
     def pulse(self) -> ActivityCounters: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
-    def close_work(self, work: ActiveRequest) -> None: ...
+    def close_work(self, active: ActiveRequest) -> None: ...
 
 
 class ClientGone(Exception):
@@ -66,13 +66,13 @@ class ActiveRequest:
     def __init__(
         self,
         service: Host,
-        ask: InferenceRequest,
+        request: InferenceRequest,
         caller: Caller,
         priority: Priority,
         requests: Sequence[GenerationRequest],
         ticket: QueueTicket,
     ) -> None:
-        self.ask = ask
+        self.request = request
         self.caller = caller
         self.priority = priority
         self.requests = tuple(requests)
@@ -133,7 +133,7 @@ class ActiveRequest:
 
     @property
     def _chat(self) -> ChatRequest | None:
-        first = self.ask.prompts[0]
+        first = self.request.prompts[0]
         return first if isinstance(first, ChatRequest) else None
 
     @property
@@ -144,7 +144,7 @@ class ActiveRequest:
             return []
         template = self._service.text.template
         names = [f"chat_template_kwargs.{name}" for name in template.unknown_args(chat.template_args)]
-        return [*names, "enable_thinking"] if self.ask.switches_thinking and template.switch is None else names
+        return [*names, "enable_thinking"] if self.request.switches_thinking and template.switch is None else names
 
     @property
     def pinned_tokens(self) -> int:
@@ -272,10 +272,10 @@ class ActiveRequest:
             model=self.model,
             key_name=self.caller.key.name,
             priority=self.priority,
-            is_streaming=self.ask.is_streaming,
+            is_streaming=self.request.is_streaming,
             num_prompts=len(self.requests),
-            n=self.ask.params.n,
-            max_tokens=self.ask.params.max_tokens,
+            n=self.request.params.n,
+            max_tokens=self.request.params.max_tokens,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,

@@ -105,70 +105,70 @@ class ModelService:
     # Work
 
     async def open(
-        self, ask: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
+        self, request: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
     ) -> ActiveRequest:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
 
         The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
         """
         self._enter()
-        work: ActiveRequest | None = None
+        active: ActiveRequest | None = None
         try:
             if self.is_draining:
                 raise ending()
-            salt = self.salt_for(caller.key, ask.cache_salt)
+            salt = self.salt_for(caller.key, request.cache_salt)
             priority = ticket.priority
             owner = caller.key.name
-            requests = [await self._request(ask, prompt, priority, salt, owner) for prompt in ask.prompts]
+            requests = [await self._request(request, prompt, priority, salt, owner) for prompt in request.prompts]
             if self._is_cut:
                 raise ending()
-            work = ActiveRequest(self, ask, caller, priority, requests, ticket)
-            await self._submit(work, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
+            active = ActiveRequest(self, request, caller, priority, requests, ticket)
+            await self._submit(active, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
         except BaseException as error:
-            if work is None:
+            if active is None:
                 ticket.leave()
                 self._leave()
             else:
-                work.close(error if isinstance(error, Exception) else None)
+                active.close(error if isinstance(error, Exception) else None)
             raise
-        return work
+        return active
 
-    async def _submit(self, work: ActiveRequest, limit_s: float) -> None:
-        work.ticket.grow(work.num_prompt_tokens)
-        quota = self.quotas.of(work.caller.key)
-        quota.enter(work.num_prompt_tokens)
-        work.on_close(quota.leave)
-        work.is_accepted = True
-        self._works.add(work)
+    async def _submit(self, active: ActiveRequest, limit_s: float) -> None:
+        active.ticket.grow(active.num_prompt_tokens)
+        quota = self.quotas.of(active.caller.key)
+        quota.enter(active.num_prompt_tokens)
+        active.on_close(quota.leave)
+        active.is_accepted = True
+        self._works.add(active)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self._time_out, work)
-        work.on_close(timer.cancel)
-        started = partial(self._begin, work)
-        work.submitting = asyncio.current_task()
+        timer = loop.call_later(limit_s, self._time_out, active)
+        active.on_close(timer.cancel)
+        started = partial(self._begin, active)
+        active.submitting = asyncio.current_task()
         try:
             async with asyncio.timeout(limit_s):
-                for request in work.requests:
-                    work.add(await self.client.submit(request, news=work.news, on_start=started))
+                for request in active.requests:
+                    active.add(await self.client.submit(request, news=active.news, on_start=started))
         except TimeoutError:
-            raise self._too_late("the model is still loading", work.priority) from None
+            raise self._too_late("the model is still loading", active.priority) from None
         except asyncio.CancelledError:
-            if work.error is None:
+            if active.error is None:
                 raise
-            raise work.error from None  # it was cut
+            raise active.error from None  # it was cut
         finally:
-            work.submitting = None
+            active.submitting = None
 
-    def close_work(self, work: ActiveRequest) -> None:
+    def close_work(self, active: ActiveRequest) -> None:
         """Called once by a work that is over."""
-        if work in self._works:
-            self._works.remove(work)
-            self.quotas.of(work.caller.key).use(work.usage.completion_tokens)
+        if active in self._works:
+            self._works.remove(active)
+            self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
         self._leave()
 
-    def _time_out(self, work: ActiveRequest) -> None:
-        if not work.is_started:
+    def _time_out(self, active: ActiveRequest) -> None:
+        if not active.is_started:
             waited = f"waited {self.limits.queue_timeout_s:g} s in the queue"
-            work.fail(self._too_late(waited, work.priority))
+            active.fail(self._too_late(waited, active.priority))
 
     def _too_late(self, what: str, priority: Priority) -> ApiError:
         return ApiError(
@@ -178,10 +178,10 @@ class ModelService:
             reason="queue_timeout",
         )
 
-    def _begin(self, work: ActiveRequest, generation: Generation) -> None:
-        if not work.is_started:
-            work.start(generation.queued_s or 0.0)
-            self.count(self.metrics.started, work.priority, generation.queued_s or 0.0)
+    def _begin(self, active: ActiveRequest, generation: Generation) -> None:
+        if not active.is_started:
+            active.start(generation.queued_s or 0.0)
+            self.count(self.metrics.started, active.priority, generation.queued_s or 0.0)
 
     def _take_step(self, stepped: Stepped) -> None:
         self.count(self.metrics.stepped, stepped)
@@ -213,25 +213,25 @@ class ModelService:
             self._note_idle()
 
     async def _request(
-        self, ask: InferenceRequest, prompt: Prompt, priority: Priority, salt: str, owner: str
+        self, request: InferenceRequest, prompt: Prompt, priority: Priority, salt: str, owner: str
     ) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_context:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
             raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
         chat = prompt if isinstance(prompt, ChatRequest) else None
-        request = self.text.request(tokens, ask.params, priority=priority, salt=salt, tenant=owner, chat=chat)
+        built = self.text.request(tokens, request.params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
-            sizes = [await self._prefix_size(prompt, end, tokens) for end in ask.breakpoints]
+            sizes = [await self._prefix_size(prompt, end, tokens) for end in request.breakpoints]
             pins += [
                 PinPrefix(_pin_id(owner, salt, "prefix", str(tokens[:size])), size, end.ttl_s)
-                for size, end in zip(sizes, ask.breakpoints, strict=True)
+                for size, end in zip(sizes, request.breakpoints, strict=True)
                 if size
             ]
-        if ask.cache_key is not None:
-            pins.append(PinPrefix(_pin_id(owner, salt, "key", ask.cache_key), len(tokens), ask.cache_ttl_s))
-        return replace(request, pins=tuple(pins)) if pins else request
+        if request.cache_key is not None:
+            pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
+        return replace(built, pins=tuple(pins)) if pins else built
 
     async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
         """How many tokens of the prompt the conversation up to there makes: what its rendering has in common with it.
@@ -270,8 +270,8 @@ class ModelService:
     def cut(self, error: ApiError | None = None) -> None:
         """End what is left, with an error to each client."""
         self.is_draining = self._is_cut = True
-        for work in tuple(self._works):
-            work.fail(error or ending())
+        for active in tuple(self._works):
+            active.fail(error or ending())
 
     async def close(self) -> None:
         self.cut()

@@ -105,9 +105,9 @@ class Model:
     def is_pinned(self) -> bool:
         return self.seat.is_pinned
 
-    def priority_of(self, ask: InferenceRequest, key: Key) -> Priority:
+    def priority_of(self, request: InferenceRequest, key: Key) -> Priority:
         """What the request asks for, or the model's, or the key's; never above what the key may have."""
-        return key.priority(self.config.priority if ask.priority is None else ask.priority)
+        return key.priority(self.config.priority if request.priority is None else request.priority)
 
     @property
     def num_waiting(self) -> int:
@@ -325,13 +325,13 @@ class Models:
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, ask: InferenceRequest, caller: Caller) -> ActiveRequest:
+    async def open(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
         """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
         if self.is_draining:
             raise ending()
-        model = self.find(ask.model)
-        priority = model.priority_of(ask, caller.key)
-        ticket = model.door.enter(ask.params.n * len(ask.prompts), priority, caller.key.name)
+        model = self.find(request.model)
+        priority = model.priority_of(request, caller.key)
+        ticket = model.door.enter(request.params.n * len(request.prompts), priority, caller.key.name)
         began_s = time.monotonic()
         try:
             await self.hold(model)
@@ -341,13 +341,13 @@ class Models:
         load_s = time.monotonic() - began_s
         try:
             assert model.service is not None
-            work = await model.service.open(ask, caller, ticket, load_s)
+            active = await model.service.open(request, caller, ticket, load_s)
         except BaseException:
             self.release(model)
             raise
-        work.load_s = load_s
-        work.on_close(partial(self.release, model))
-        return work
+        active.load_s = load_s
+        active.on_close(partial(self.release, model))
+        return active
 
     async def use(self, name: str | None) -> ModelService:
         """For a question that is asked at once. Who waits before it asks, or asks twice, wants `RequestContext.use`."""

@@ -86,7 +86,7 @@ class RequestContext:
         self.has_body = _announces_body(self.request.headers)  # that is not read yet
         self._gone: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[ActiveRequest] | None = None
-        self._work: ActiveRequest | None = None
+        self._active: ActiveRequest | None = None
         self.model = models.default  # whose figures it counts in
         self._held: list[Model] = []  # kept loaded until it is over
 
@@ -101,7 +101,7 @@ class RequestContext:
     @property
     def is_accepted(self) -> bool:
         """It has begun to be served."""
-        return self._work is not None
+        return self._active is not None
 
     # What it brought
 
@@ -179,12 +179,12 @@ class RequestContext:
     def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
         return Response(msgspec.json.encode(value), status, {**self.headers, **(headers or {})}, "application/json")
 
-    async def open(self, ask: InferenceRequest) -> ActiveRequest:
+    async def open(self, request: InferenceRequest) -> ActiveRequest:
         """Hand the ask to the model it names, unless the client leaves first."""
-        self.model = self.models.find(ask.model)
-        self.note(IGNORED, ask.ignored)
-        self.note(UNENFORCED, ask.unenforced)
-        self._opening = opening = asyncio.ensure_future(self.models.open(ask, self))
+        self.model = self.models.find(request.model)
+        self.note(IGNORED, request.ignored)
+        self.note(UNENFORCED, request.unenforced)
+        self._opening = opening = asyncio.ensure_future(self.models.open(request, self))
         gone = self._gone
         assert gone is not None, "the body comes first"
         await asyncio.wait({opening, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -195,9 +195,9 @@ class RequestContext:
             if not opening.cancelled() and opening.exception() is None:
                 opening.result().close(ClientGone())
             raise ClientGone
-        self._work = opening.result()
-        self.note(IGNORED, self._work.ignored)
-        return self._work
+        self._active = opening.result()
+        self.note(IGNORED, self._active.ignored)
+        return self._active
 
     async def use(self, name: str | None) -> ModelService:
         """The service of a model, loaded if it is not: it stays until this call is over."""
@@ -225,14 +225,14 @@ class RequestContext:
             raise ClientGone
         task.result()
 
-    async def result(self, work: ActiveRequest) -> list[GenerationOutput]:
+    async def result(self, active: ActiveRequest) -> list[GenerationOutput]:
         """The whole answers. If the client leaves, the work is cancelled at once."""
-        async with work:
-            return await work.outputs()
+        async with active:
+            return await active.outputs()
 
-    async def stream(self, work: ActiveRequest, events: AsyncIterator[bytes]) -> Response:
+    async def stream(self, active: ActiveRequest, events: AsyncIterator[bytes]) -> Response:
         """Events as they come. An error before the first one is an ordinary error answer."""
-        stream = EventStream(work, events, self.headers, self.dialect, self._limits.keep_alive_s)
+        stream = EventStream(active, events, self.headers, self.dialect, self._limits.keep_alive_s)
         await stream.begin()
         return stream
 
@@ -253,8 +253,8 @@ class RequestContext:
         """Until the client is gone; then whatever it asked for is cancelled, whether anyone is writing to it or not."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if self._work is not None:
-            self._work.fail(ClientGone())
+        if self._active is not None:
+            self._active.fail(ClientGone())
 
     async def discard(self) -> None:
         """Read what is left of a refused body: a connection closed before that may lose the answer on its way."""
@@ -308,7 +308,9 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
         error.message = error.admin_message
     if not context.is_accepted:  # or its own line tells
         key_name = context.key.name if hasattr(context, "key") else None
-        log_refusal(context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param)
+        log_refusal(
+            context.request_id, context.endpoint, key_name, context.dialect.status(error), error.reason, error.param
+        )
     if context.has_body and error.kind is not Kind.TIMEOUT:
         await context.discard()
     return context.error(error)

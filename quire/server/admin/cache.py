@@ -174,8 +174,8 @@ def _not_loaded(name: str) -> ApiError:
 
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
-    ask = to_ask(body)
-    tokens = await service.encode(ask.prompts[0])
+    request = to_ask(body)
+    tokens = await service.encode(request.prompts[0])
     if len(tokens) > service.max_context:
         raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_context} of the context")
     if not tokens:
@@ -183,7 +183,7 @@ async def _prompt(context: RequestContext, service: ModelService, body: ExplainR
     check_tokens("prompt", tokens)
     if (largest := max(tokens)) >= (size := service.text.spec.vocab_size):
         raise InvalidRequest(f"prompt: token id {largest} is outside the vocabulary of {size}")
-    return tokens, service.salt_for(context.key, ask.cache_salt)
+    return tokens, service.salt_for(context.key, request.cache_salt)
 
 
 def to_ask(body: ExplainRequest) -> InferenceRequest:

@@ -24,7 +24,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        work: ActiveRequest,
+        active: ActiveRequest,
         events: AsyncIterator[bytes],
         headers: Mapping[str, str],
         dialect: Dialect,
@@ -34,7 +34,7 @@ class EventStream(Response):
         super().__init__(None, 200, headers, dialect.stream_type)
         del self.headers["content-length"]
         self._dialect = dialect
-        self._work = work
+        self._active = active
         self._events = events
         self._keep_alive_s = keep_alive_s  # of silence; the head is not held back longer than that either
         self._first: asyncio.Future[bytes | None] | None = None
@@ -48,7 +48,7 @@ class EventStream(Response):
         self._first = asyncio.ensure_future(self._next())
         await asyncio.wait({self._first}, timeout=self._keep_alive_s)
         if self._first.done() and (error := self._first.exception()) is not None:
-            self._work.close(error if isinstance(error, Exception) else None)
+            self._active.close(error if isinstance(error, Exception) else None)
             raise error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,9 +64,9 @@ class EventStream(Response):
                 await self._write_all()
             except Exception as problem:
                 error = problem
-            self._work.close(error)
+            self._active.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._dialect.event(told(error, self._work.request_id), self._work.request_id))
+                await self._write(self._dialect.event(told(error, self._active.request_id), self._active.request_id))
             await self._end()
         finally:
             self._timer.cancel()
@@ -97,7 +97,7 @@ class EventStream(Response):
     def _tick(self) -> None:
         now_s = self._loop.time()
         is_silent = now_s - self._last_s >= self._keep_alive_s
-        if is_silent and not self._is_writing and not self._work.is_closed:
+        if is_silent and not self._is_writing and not self._active.is_closed:
             self._last_s = now_s
             self._ping = self._loop.create_task(self._write(self._dialect.keep_alive))
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)

@@ -242,46 +242,46 @@ class SnapshotBuilder:
         )
 
     def _requests(self, key: Key) -> list[WatchedRequest]:
-        mine = [work for work in self.works if is_shown(work, key)]
-        mine.sort(key=lambda work: (not work.is_started, work.caller.arrived_s))
+        mine = [active for active in self.works if is_shown(active, key)]
+        mine.sort(key=lambda active: (not active.is_started, active.caller.arrived_s))
         running = None if self.blocks is None else {one.request_id: one for one in self.blocks.running}
-        shown = [self._request(work, running) for work in mine[:MAX_REQUESTS_SHOWN]]
+        shown = [self._request(active, running) for active in mine[:MAX_REQUESTS_SHOWN]]
         return sorted(shown, key=lambda one: not one.is_running)
 
-    def _request(self, work: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
+    def _request(self, active: ActiveRequest, running: dict[int, Running] | None) -> WatchedRequest:
         """`running`: by request id, as far as it was told; None: nothing has been told yet."""
-        usage = work.usage
-        ids = [request_id for generation in work.generations for request_id in generation.request_ids]
+        usage = active.usage
+        ids = [request_id for generation in active.generations for request_id in generation.request_ids]
         here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
         is_all_told = running is not None and len(running) < MAX_RUNNING_TOLD
         return WatchedRequest(
-            id=work.request_id,
-            key=work.caller.key.name,
-            endpoint=work.caller.endpoint,
-            tier=work.priority.name.lower(),
-            is_running=bool(here) or (work.is_started and not is_all_told),
-            num_samples=work.ask.params.n * len(work.requests),
-            age_s=round(time.monotonic() - work.caller.arrived_s, 2),
+            id=active.request_id,
+            key=active.caller.key.name,
+            endpoint=active.caller.endpoint,
+            tier=active.priority.name.lower(),
+            is_running=bool(here) or (active.is_started and not is_all_told),
+            num_samples=active.request.params.n * len(active.requests),
+            age_s=round(time.monotonic() - active.caller.arrived_s, 2),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             computed_tokens=sum(one.num_computed for one in here),
             completion_tokens=usage.completion_tokens,
-            tokens_per_s=round(self.request_rates.get(work, 0.0), 1),
+            tokens_per_s=round(self.request_rates.get(active, 0.0), 1),
             num_blocks=sum(one.num_blocks for one in here),
         )
 
 
 def _guessed(works: Sequence[ActiveRequest]) -> Stats:
     """A worker that is in its first step has not answered yet. Its counts are zero, but there are requests."""
-    all_of_them = [(work, generation) for work in works for generation in work.generations]
-    waiting = [(work, generation) for work, generation in all_of_them if not generation.is_started]
+    all_of_them = [(active, generation) for active in works for generation in active.generations]
+    waiting = [(active, generation) for active, generation in all_of_them if not generation.is_started]
     num_running = sum(len(one.request_ids) for _, one in all_of_them if one.is_started)
     return Stats(
         0,
         cache=_NO_CACHE_STATS,
         num_running=num_running,
         num_waiting=sum(len(one.request_ids) for _, one in waiting),
-        tiers=tuple(_tier([(work, one) for work, one in waiting if work.priority is tier]) for tier in Priority),
+        tiers=tuple(_tier([(active, one) for active, one in waiting if active.priority is tier]) for tier in Priority),
         num_preemptions=0,
         num_steps=0,
         num_violations=0,
@@ -293,12 +293,12 @@ def _tier(waiting: Sequence[tuple[ActiveRequest, Generation]]) -> TierStats:
     return TierStats(
         sum(len(one.request_ids) for _, one in waiting),
         sum(len(one.request_ids) * one.answers.usage.prompt_tokens for _, one in waiting),
-        max((now_s - work.caller.arrived_s for work, _ in waiting), default=0.0),
+        max((now_s - active.caller.arrived_s for active, _ in waiting), default=0.0),
     )
 
 
-def is_shown(work: ActiveRequest, key: Key) -> bool:
-    return key.is_admin or work.caller.key.name == key.name
+def is_shown(active: ActiveRequest, key: Key) -> bool:
+    return key.is_admin or active.caller.key.name == key.name
 
 
 def _blocks(blocks: Blocks) -> WatchedBlocks:
@@ -315,14 +315,17 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
 
 def blocks_answer(model: str, found: BlocksView, works: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
     owners = {
-        request_id: work for work in works for generation in work.generations for request_id in generation.request_ids
+        request_id: active
+        for active in works
+        for generation in active.generations
+        for request_id in generation.request_ids
     }
     held: dict[str, int] = {}
     num_others = 0
     for request_id, num_blocks in found.requests:
-        work = owners.get(request_id)
-        if work is not None and is_shown(work, key):
-            held[work.request_id] = held.get(work.request_id, 0) + num_blocks
+        active = owners.get(request_id)
+        if active is not None and is_shown(active, key):
+            held[active.request_id] = held.get(active.request_id, 0) + num_blocks
         else:
             num_others += 1
     return BlocksAnswer(

@@ -93,11 +93,11 @@ async def watch_held(context: RequestContext) -> Response:
     query = parse_query(context, HeldQuery)
     model = context.models.find(query.model)
     works = () if model.service is None else model.service.works
-    work = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
-    if work is None or model.service is None:
+    active = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
+    if active is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
-    ids = tuple(request_id for generation in work.generations for request_id in generation.request_ids)
-    return context.json(HeldAnswer(model.name, work.request_id, await model.service.client.find_held(ids)))
+    ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
+    return context.json(HeldAnswer(model.name, active.request_id, await model.service.client.find_held(ids)))
 
 
 def parse_query(context: RequestContext, kind: type[Q]) -> Q:
@@ -192,7 +192,7 @@ class Watch:
             if model.name not in self._reporters:
                 self._reporters[model.name] = Reporter(model)
         reporters = [self._reporters[model.name] for model in models]
-        asking = {task for reporter in reporters if (task := reporter.ask()) is not None}
+        asking = {task for reporter in reporters if (task := reporter.request()) is not None}
         if asking:
             await asyncio.wait(asking, timeout=PATIENCE_S)
         now_s = time.monotonic()
@@ -264,7 +264,7 @@ class Reporter:
         service = self._model.service
         return service is None or service.client.facts is None or self._is_whole
 
-    def ask(self) -> asyncio.Task[None] | None:
+    def request(self) -> asyncio.Task[None] | None:
         """Ask the worker, unless it still owes an answer. None: there is none to ask."""
         service = self._model.service
         if service is not self._service:
@@ -306,14 +306,14 @@ class Reporter:
         totals = (0, 0)
         if service is not None:
             totals = service.pulse.num_prefilled_tokens, service.pulse.num_generated_tokens
-        completions = {work: work.usage.completion_tokens for work in works}
+        completions = {active: active.usage.completion_tokens for active in works}
         span_s = now_s - self._at_s if self._at_s else 0.0
         rates, request_rates = Rates(), dict[ActiveRequest, float]()
         if span_s > 0:
             prefill, decode = (max(new - old, 0) / span_s for new, old in zip(totals, self._totals, strict=True))
             rates = Rates(prefill, decode)
             request_rates = {
-                work: (count - self._completions.get(work, 0)) / span_s for work, count in completions.items()
+                active: (count - self._completions.get(active, 0)) / span_s for active, count in completions.items()
             }
         self._at_s, self._totals, self._completions = now_s, totals, completions
         return SnapshotBuilder(

@@ -98,8 +98,8 @@ async def props(context: RequestContext) -> Response:
 async def slots(context: RequestContext) -> Response:
     """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
     model = context.models.find(context.request.query_params.get("model"))
-    works = [] if model.service is None else sorted(model.service.works, key=lambda work: work.caller.arrived_s)
-    running = [work for work in works if work.is_started]
+    works = [] if model.service is None else sorted(model.service.works, key=lambda active: active.caller.arrived_s)
+    running = [active for active in works if active.is_started]
     count = max(_num_slots(model), len(running))
     n_ctx = model.max_context or 0
     return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
@@ -119,10 +119,10 @@ def _num_slots(model: Model) -> int:
     return 0 if model.facts is None else model.facts.capacity.max_seqs
 
 
-def _slot(slot_id: int, n_ctx: int, work: ActiveRequest | None, context: RequestContext) -> Slot:
-    if work is None or not is_shown(work, context.key):
-        return Slot(id=slot_id, n_ctx=n_ctx, is_processing=work is not None)
-    usage = work.usage
+def _slot(slot_id: int, n_ctx: int, active: ActiveRequest | None, context: RequestContext) -> Slot:
+    if active is None or not is_shown(active, context.key):
+        return Slot(id=slot_id, n_ctx=n_ctx, is_processing=active is not None)
+    usage = active.usage
     return Slot(
         id=slot_id,
         n_ctx=n_ctx,

@@ -29,20 +29,20 @@ _SAID = re.compile(
 )
 
 
-def with_unenforced(ask: InferenceRequest, words_field: str | None) -> InferenceRequest:
+def with_unenforced(request: InferenceRequest, words_field: str | None) -> InferenceRequest:
     """The ask with the paths of all schema keywords that its answer is not held to.
 
     `words_field`: what the shape of words was asked for by. Raises ApiError for a strict tool that cannot be held.
     """
-    grammar = ask.params.grammar
+    grammar = request.params.grammar
     names = [] if grammar is None else [f"{words_field}.{path}" for path in grammar.unenforced]
-    tools = _callable_tools(ask)
+    tools = _callable_tools(request)
     num_chars = sum(len(str(tool.parameters)) for tool in tools)
     if num_chars > MAX_SCHEMA_CHARS:
         raise ApiError(Kind.INVALID, f"tools have schemas of {num_chars} characters, more than {MAX_SCHEMA_CHARS}")
     for tool in tools:
         names += _unenforced_of(tool)
-    return replace(ask, unenforced=(*ask.unenforced, *names)) if names else ask
+    return replace(request, unenforced=(*request.unenforced, *names)) if names else request
 
 
 def _unenforced_of(tool: Tool) -> list[str]:
@@ -53,29 +53,29 @@ def _unenforced_of(tool: Tool) -> list[str]:
 
 
 async def answer_in_shape(
-    ask: InferenceRequest, words_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
+    request: InferenceRequest, words_field: str | None, respond: Callable[[InferenceRequest], Awaitable[T]]
 ) -> T:
     """Answer; where the schema of a tool that is not strict cannot be compiled, answer with any arguments for it."""
     num_tries = 0
     while True:
         try:
-            return await respond(ask)
+            return await respond(request)
         except InvalidRequest as error:
             if not str(error).startswith("grammar"):
                 raise
             if isinstance(error, ToolsTooLarge):
-                freed = _freed_of(ask, [_callable_tools(ask)[number] for number in error.loose])
+                freed = _freed_of(request, [_callable_tools(request)[number] for number in error.loose])
                 if freed is None:
                     raise ApiError(Kind.INVALID, str(error).removeprefix("grammar: "), param="tools") from None
-                ask = freed
+                request = freed
                 continue
-            tool = _guilty_tool(ask, str(error))
+            tool = _guilty_tool(request, str(error))
             is_of_words = tool is None and guilty_tool(str(error)) is not None
-            freed = None if is_of_words else _freed(ask, tool, is_alone=num_tries < MAX_FREED_ALONE)
+            freed = None if is_of_words else _freed(request, tool, is_alone=num_tries < MAX_FREED_ALONE)
             if freed is None:
                 field = words_field or "tools" if tool is None else tool.schema_path
                 raise shape_error(field, error) from None
-            ask = freed
+            request = freed
             num_tries += 1
 
 
@@ -88,32 +88,32 @@ def shape_error(field: str, error: InvalidRequest) -> ApiError:
     return ApiError(Kind.INVALID, f"{field}: {what}", param=field)
 
 
-def _guilty_tool(ask: InferenceRequest, error: str) -> Tool | None:
+def _guilty_tool(request: InferenceRequest, error: str) -> Tool | None:
     """The tool whose schema the compiler speaks of."""
-    number, tools = guilty_tool(error), _callable_tools(ask)
+    number, tools = guilty_tool(error), _callable_tools(request)
     return None if number is None or number >= len(tools) else tools[number]
 
 
-def _callable_tools(ask: InferenceRequest) -> Sequence[Tool]:
-    chat = ask.prompts[0]
+def _callable_tools(request: InferenceRequest) -> Sequence[Tool]:
+    chat = request.prompts[0]
     return chat.callable_tools if isinstance(chat, ChatRequest) else ()
 
 
-def _freed(ask: InferenceRequest, guilty: Tool | None, *, is_alone: bool) -> InferenceRequest | None:
+def _freed(request: InferenceRequest, guilty: Tool | None, *, is_alone: bool) -> InferenceRequest | None:
     """The ask with one tool freed of its schema, or with all that are not strict. None: there is nothing to free."""
-    chat = ask.prompts[0]
+    chat = request.prompts[0]
     if not isinstance(chat, ChatRequest):
         return None
     loose = [tool for tool in chat.tools if not tool.is_strict and not tool.is_free]
     if not loose or (guilty is not None and guilty not in loose):
         return None
-    return _freed_of(ask, [guilty] if guilty is not None and is_alone else loose)
+    return _freed_of(request, [guilty] if guilty is not None and is_alone else loose)
 
 
-def _freed_of(ask: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequest | None:
-    chat = ask.prompts[0]
+def _freed_of(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequest | None:
+    chat = request.prompts[0]
     if not isinstance(chat, ChatRequest) or not freed:
         return None
     tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
-    names = (*ask.unenforced, *(tool.schema_path for tool in freed))
-    return replace(ask, prompts=(replace(chat, tools=tools),), unenforced=names)
+    names = (*request.unenforced, *(tool.schema_path for tool in freed))
+    return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)

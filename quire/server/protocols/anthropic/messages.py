@@ -64,20 +64,22 @@ _encoder = msgspec.json.Encoder()
 
 async def messages(context: RequestContext) -> Response:
     body = await context.body(MessagesRequest)
-    ask = to_ask(body)
-    edited = await _edited(context, body, ask.prompts[0])
-    ask = replace(ask, model=_served_name(context, body.model), prompts=(edited.chat,))
-    return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body, edited))
+    request = to_ask(body)
+    edited = await _edited(context, body, request.prompts[0])
+    request = replace(request, model=_served_name(context, body.model), prompts=(edited.chat,))
+    return await answer_in_shape(request, shape_field(body), partial(_respond, context, body, edited))
 
 
-async def _respond(context: RequestContext, body: MessagesRequest, edited: Edited, ask: InferenceRequest) -> Response:
-    work = await context.open(ask)
-    num_hour_tokens = hour_tokens(context.service, work)
+async def _respond(
+    context: RequestContext, body: MessagesRequest, edited: Edited, request: InferenceRequest
+) -> Response:
+    active = await context.open(request)
+    num_hour_tokens = hour_tokens(context.service, active)
     edits = UNSET if body.context_management is None else AppliedEdits(edited.applied)
-    reply = Reply(work, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
-    if ask.is_streaming:
-        return await context.stream(work, reply.events())
-    one = (await context.result(work))[0].completions[0]
+    reply = Reply(active, body.max_tokens, num_hour_tokens, shows_thoughts=shows_thoughts(body), edits=edits)
+    if request.is_streaming:
+        return await context.stream(active, reply.events())
+    one = (await context.result(active))[0].completions[0]
     return context.json(reply.answer(one.text, one.finish_reason, one.stop))
 
 
@@ -115,9 +117,9 @@ async def _edited(context: RequestContext, body: CountTokensRequest, chat: Promp
     return await apply(body.context_management, chat, count)
 
 
-def hour_tokens(service: ModelService, work: ActiveRequest) -> int:
+def hour_tokens(service: ModelService, active: ActiveRequest) -> int:
     """How many tokens of the prompt are kept for an hour; the others of `pinned_tokens` are kept for five minutes."""
-    request = work.requests[0]
+    request = active.requests[0]
     pins = tuple(pin for pin in request.pins if pin.ttl_s > TTL_S["5m"])
     return service.pinned_tokens(replace(request, pins=pins)) if pins else 0
 
@@ -127,34 +129,34 @@ class Reply:
 
     def __init__(
         self,
-        work: ActiveRequest,
+        active: ActiveRequest,
         max_tokens: int,
         num_hour_tokens: int = 0,
         *,
         shows_thoughts: bool = False,
         edits: AppliedEdits | UnsetType = UNSET,
     ) -> None:
-        self._work = work
+        self._active = active
         self._edits = edits
         self._max_tokens = max_tokens
         self._num_hour_tokens = num_hour_tokens
         self._shows_thoughts = shows_thoughts
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
-        parser = self._work.new_parser()
+        parser = self._active.new_parser()
         content = blocks_of([*parser.push(text), *parser.finish()], shows_thoughts=self._shows_thoughts)
         end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
         return self._message(content if self._max_tokens else [], end, self._cache())
 
     async def events(self) -> AsyncIterator[bytes]:
         """In the order the SDK enforces. The first waits until the prompt runs: then the cache's part is known."""
-        await self._work.wait_start()
+        await self._active.wait_start()
         yield event(MessageStart(self._message([])))
-        parser = self._work.new_parser()
+        parser = self._active.new_parser()
         blocks = BlockWriter(shows_thoughts=self._shows_thoughts)
         finish: FinishReason | None = None
         stop: str | None = None
-        async for batch in self._work.batches():
+        async for batch in self._active.batches():
             pieces = parser.push("".join(delta.text for _, delta in batch))
             last = batch[-1][1]
             if last.finish_reason is not None:
@@ -168,9 +170,9 @@ class Reply:
         yield b"".join(map(event, last_events))
 
     def usage(self) -> MessageUsage:
-        usage = self._work.usage
+        usage = self._active.usage
         read = usage.cached_tokens
-        created = max(0, self._work.pinned_tokens - read)
+        created = max(0, self._active.pinned_tokens - read)
         created_1h = min(created, max(0, self._num_hour_tokens - read))
         return MessageUsage(
             input_tokens=usage.prompt_tokens - read - created,
@@ -194,7 +196,7 @@ class Reply:
     ) -> MessageResponse:
         return MessageResponse(
             id=f"msg_{self._work.request_id}",
-            model=self._work.model,
+            model=self._active.model,
             content=content,
             stop_reason=None if end is None else end.stop_reason,
             stop_sequence=None if end is None else end.stop_sequence,
@@ -207,7 +209,7 @@ class Reply:
         if not self._max_tokens:
             return StopDelta("max_tokens", None)
         if finish is FinishReason.LENGTH:
-            is_all = self._work.usage.completion_tokens >= self._max_tokens
+            is_all = self._active.usage.completion_tokens >= self._max_tokens
             return StopDelta("max_tokens" if is_all else "model_context_window_exceeded", None)
         if finish is not FinishReason.STOP:
             raise RequestFailed("the answer was cut off before its end")
@@ -216,10 +218,10 @@ class Reply:
         return StopDelta("tool_use" if has_calls else "end_turn", None)
 
     def _cache(self) -> CacheView | UnsetType:
-        explanation = self._work.cache
-        if not self._work.ask.wants_cache or explanation is None:
+        explanation = self._active.cache
+        if not self._active.request.wants_cache or explanation is None:
             return UNSET
-        return view(explanation, self._work.usage.prompt_tokens)
+        return view(explanation, self._active.usage.prompt_tokens)
 
 
 def event(news: Event) -> bytes:

@@ -47,7 +47,7 @@ _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 def to_ask(body: MessagesRequest) -> InferenceRequest:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
-    ask = InferenceRequest(
+    request = InferenceRequest(
         model=body.model,
         prompts=(chat,),
         params=_params(body),
@@ -58,7 +58,7 @@ def to_ask(body: MessagesRequest) -> InferenceRequest:
         wants_cache=bool(body.cache),
         ignored=ignored,
     )
-    return with_unenforced(ask, shape_field(body))
+    return with_unenforced(request, shape_field(body))
 
 
 class Conversation(NamedTuple):

@@ -69,35 +69,35 @@ async def generate(context: RequestContext) -> Response:
     model = find_model(context.models, body.model)
     if not body.prompt:
         return await _move(context, body, model, generate_answer)
-    ask = replace(parse_generate(body), model=model.name)
+    request = replace(parse_generate(body), model=model.name)
     if body.context:
         service = await context.use(model.name)
         with in_their_words(NAMES):
-            prompt = (*body.context, *await service.encode(ask.prompts[0]))
-        ask = replace(ask, prompts=(prompt,))
-    return await _generate(context, body, ask, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
+            prompt = (*body.context, *await service.encode(request.prompts[0]))
+        request = replace(request, prompts=(prompt,))
+    return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
 
 
 async def _generate(
     context: RequestContext,
     body: OllamaBody,
-    ask: InferenceRequest,
+    request: InferenceRequest,
     make: MakeAnswer,
     *,
     is_raw: bool = False,
     has_context: bool = False,
 ) -> Response:
-    async def respond(ask: InferenceRequest) -> Response:
-        work = await context.open(ask)
+    async def respond(request: InferenceRequest) -> Response:
+        active = await context.open(request)
         context.note(IGNORED, unmet(body, context.service, is_raw=is_raw))
-        reply = Reply(work, body.model, make, has_context=has_context)
-        if ask.is_streaming:
-            return await context.stream(work, reply.lines())
-        one = (await context.result(work))[0].completions[0]
+        reply = Reply(active, body.model, make, has_context=has_context)
+        if request.is_streaming:
+            return await context.stream(active, reply.lines())
+        one = (await context.result(active))[0].completions[0]
         return context.json(reply.whole(one))
 
     with in_their_words(NAMES):
-        return await answer_in_shape(ask, shape_field(body), respond)
+        return await answer_in_shape(request, shape_field(body), respond)
 
 
 async def _move(context: RequestContext, body: OllamaBody, model: Model, make: MakeAnswer) -> Response:
@@ -105,7 +105,9 @@ async def _move(context: RequestContext, body: OllamaBody, model: Model, make: M
     if keep_alive_s(body.keep_alive) == 0:
         if not context.key.is_admin:
             text = "keep_alive = 0 without a prompt unloads the model for everyone"
-            raise ApiError(Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin's", param="keep_alive")
+            raise ApiError(
+                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin's", param="keep_alive"
+            )
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
         await context.wait_for(context.models.begin(context.models.unload(model)))
@@ -188,16 +190,16 @@ class Gatherer:
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
-        self._work = work
+    def __init__(self, active: ActiveRequest, model: str, make: MakeAnswer, *, has_context: bool = False) -> None:
+        self._active = active
         self._model = model  # as the client calls it
         self._make = make
         self._has_context = has_context
 
     async def lines(self) -> AsyncIterator[bytes]:
-        parser, gatherer = self._work.new_parser(), Gatherer()
+        parser, gatherer = self._active.new_parser(), Gatherer()
         reason = "stop"
-        async for batch in self._work.batches():
+        async for batch in self._active.batches():
             pieces = parser.push("".join(delta.text for _, delta in batch))
             last = batch[-1][1]
             if last.finish_reason is not None:
@@ -210,29 +212,29 @@ class Reply:
         yield _encode(self._make(Said(), self._end(reason))) + b"\n"
 
     def whole(self, one: Completion) -> OllamaAnswer:
-        parser = self._work.new_parser()
+        parser = self._active.new_parser()
         said = Gatherer().take([*parser.push(one.text), *parser.finish()], is_last=True)
         end = self._end(finish_reason(one.finish_reason, one.error))
         return self._make(said, end | {"logprobs": _logprobs(one.logprobs or ())})
 
     def _end(self, reason: str) -> dict[str, Any]:
-        work = self._work
-        usage, cache = work.usage, cache_view(work)
+        active = self._active
+        usage, cache = active.usage, cache_view(active)
         end = _head(
             self._model,
             done=True,
             done_reason=reason,
-            total_duration=_ns(time.monotonic() - work.caller.arrived_s),
-            load_duration=_ns(work.load_s),
+            total_duration=_ns(time.monotonic() - active.caller.arrived_s),
+            load_duration=_ns(active.load_s),
             prompt_eval_count=usage.prompt_tokens,
-            prompt_eval_duration=_ns(work.prefill_s),
+            prompt_eval_duration=_ns(active.prefill_s),
             eval_count=usage.completion_tokens,
-            eval_duration=_ns(work.decode_s),
+            eval_duration=_ns(active.decode_s),
             cache=UNSET if cache is None else cache,
         )
         if self._has_context:
-            answer = work.generations[0].answers.output().completions[0]
-            end["context"] = [*work.requests[0].prompt, *answer.token_ids]
+            answer = active.generations[0].answers.output().completions[0]
+            end["context"] = [*active.requests[0].prompt, *answer.token_ids]
         return end
 
 

@@ -78,7 +78,7 @@ def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
         wants_thought=_wants_thought(body),
         reasoning_effort=_effort(body),
     )
-    return _ask(body, chat)
+    return _inference_request(body, chat)
 
 
 def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
@@ -89,12 +89,14 @@ def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
         if body.system or body.context:
             other = "system" if body.system else "context"
             raise InvalidRequest(f"raw and {other} exclude each other: a raw prompt is taken as it is")
-        return _ask(body, prompt)
+        return _inference_request(body, prompt)
     check_tokens("context", body.context or ())
     messages = [Message(Role.USER, (Part(prompt),))]
     if body.system:
         messages.insert(0, Message(Role.SYSTEM, (Part(body.system),)))
-    return _ask(body, ChatRequest(messages, wants_thought=_wants_thought(body), reasoning_effort=_effort(body)))
+    return _inference_request(
+        body, ChatRequest(messages, wants_thought=_wants_thought(body), reasoning_effort=_effort(body))
+    )
 
 
 def shape_field(body: OllamaBody) -> str | None:
@@ -125,12 +127,12 @@ def keep_alive_s(value: str | float | None) -> float | None:
     return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(value))
 
 
-def _ask(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
+def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
     refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
     with in_their_words(NAMES):
-        ask = InferenceRequest(
+        request = InferenceRequest(
             model=body.model,
             prompts=(prompt,),
             params=_params(body, options),
@@ -140,7 +142,7 @@ def _ask(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
             wants_cache=bool(body.cache),
             ignored=tuple(_ignored(body, options)),
         )
-        return with_unenforced(ask, shape_field(body))
+        return with_unenforced(request, shape_field(body))
 
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:

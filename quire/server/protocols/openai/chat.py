@@ -79,27 +79,29 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 
 async def chat_completions(context: RequestContext) -> Response:
     body = await context.body(ChatCompletionRequest)
-    ask = parse_chat(body)
+    request = parse_chat(body)
     with in_their_words(_names(body)):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
+        return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(context: RequestContext, body: ChatCompletionRequest, ask: InferenceRequest) -> Response:
-    work = await context.open(ask)
-    if ask.is_streaming:
-        head = head_of(work, "chatcmpl", "chat.completion.chunk")
+async def _respond(context: RequestContext, body: ChatCompletionRequest, request: InferenceRequest) -> Response:
+    active = await context.open(request)
+    if request.is_streaming:
+        head = head_of(active, "chatcmpl", "chat.completion.chunk")
         encoder = chat_stream(
             head,
-            ask,
+            request,
             include_usage=includes_usage(body),
             has_running_usage=says_usage_always(body),
-            new_parser=work.new_parser,
+            new_parser=active.new_parser,
         )
-        return await context.stream(work, events(work, encoder))
-    outputs = await context.result(work)
-    head = head_of(work, "chatcmpl", "chat.completion")
-    num_thought_tokens = work.num_thought_tokens
-    return context.json(whole_chat(head, outputs, work.usage, cache_view(work), work.new_parser, num_thought_tokens))
+        return await context.stream(active, events(active, encoder))
+    outputs = await context.result(active)
+    head = head_of(active, "chatcmpl", "chat.completion")
+    num_thought_tokens = active.num_thought_tokens
+    return context.json(
+        whole_chat(head, outputs, active.usage, cache_view(active), active.new_parser, num_thought_tokens)
+    )
 
 
 # In
@@ -113,9 +115,11 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        ask = ask_of(body, (chat,), params, _breakpoints(body))
-        ask = replace(ask, ignored=(*ask.ignored, *ignored), switches_thinking=body.enable_thinking is not None)
-        return with_unenforced(ask, shape_field(body))
+        request = ask_of(body, (chat,), params, _breakpoints(body))
+        request = replace(
+            request, ignored=(*request.ignored, *ignored), switches_thinking=body.enable_thinking is not None
+        )
+        return with_unenforced(request, shape_field(body))
 
 
 def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:
@@ -255,7 +259,7 @@ class ChatChoices:
 
 def chat_stream(
     head: AnswerHead,
-    ask: InferenceRequest,
+    request: InferenceRequest,
     *,
     include_usage: bool,
     has_running_usage: bool = False,
@@ -264,8 +268,8 @@ def chat_stream(
     return StreamEncoder(
         head,
         ChatChoices(new_parser),
-        n=ask.params.n,
-        num_prompts=len(ask.prompts),
+        n=request.params.n,
+        num_prompts=len(request.prompts),
         include_usage=include_usage,
         has_running_usage=has_running_usage,
     )

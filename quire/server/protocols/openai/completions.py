@@ -57,30 +57,30 @@ if TYPE_CHECKING:
 
 async def completions(context: RequestContext) -> Response:
     body = await context.body(CompletionRequest)
-    ask = parse_completion(body)
+    request = parse_completion(body)
     with in_their_words(NAMES):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
+        return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(context: RequestContext, body: CompletionRequest, ask: InferenceRequest) -> Response:
-    work = await context.open(ask)
+async def _respond(context: RequestContext, body: CompletionRequest, request: InferenceRequest) -> Response:
+    active = await context.open(request)
     tokenizer = context.service.text.tokenizer
-    echoes = [echo_of(prompt, tokenizer, ask) for prompt in ask.prompts] if body.echo else None
-    head = head_of(work, "cmpl", "text_completion")
-    if ask.is_streaming:
+    echoes = [echo_of(prompt, tokenizer, request) for prompt in request.prompts] if body.echo else None
+    head = head_of(active, "cmpl", "text_completion")
+    if request.is_streaming:
         encoder = completion_stream(
             head,
-            ask,
+            request,
             echoes,
             include_usage=includes_usage(body),
             has_running_usage=says_usage_always(body),
             has_ids=bool(body.return_token_ids),
         )
-        return await context.stream(work, events(work, encoder))
-    outputs = await context.result(work)
-    make = partial(whole_completion, head, outputs, work.usage, cache_view(work), echoes, tokenizer)
+        return await context.stream(active, events(active, encoder))
+    outputs = await context.result(active)
+    make = partial(whole_completion, head, outputs, active.usage, cache_view(active), echoes, tokenizer)
     # Scores of a long prompt are tens of thousands of values: others are served meanwhile.
-    answer = make() if ask.params.prompt_logprobs is None else await asyncio.to_thread(make)
+    answer = make() if request.params.prompt_logprobs is None else await asyncio.to_thread(make)
     if body.return_token_ids:
         for choice, one in zip(answer.choices, (one for part in outputs for one in part.completions), strict=True):
             choice.token_ids = list(one.token_ids)
@@ -148,12 +148,12 @@ class Echo(NamedTuple):
     hidden: frozenset[int] = frozenset()  # tokens that are left out of it
 
 
-def echo_of(prompt: Prompt, tokenizer: Tokenizer, ask: InferenceRequest) -> Echo:
+def echo_of(prompt: Prompt, tokenizer: Tokenizer, request: InferenceRequest) -> Echo:
     """A text is repeated as it came, token ids by their text."""
     if isinstance(prompt, str):
         return Echo(prompt)
     assert isinstance(prompt, tuple)
-    is_skipping = ask.params.skip_special
+    is_skipping = request.params.skip_special
     text = tokenizer.decode(prompt, skip_special=is_skipping)
     return Echo(text, tokenizer.special_ids if is_skipping else frozenset())
 
@@ -204,19 +204,19 @@ class CompletionChoices:
 
 def completion_stream(
     head: AnswerHead,
-    ask: InferenceRequest,
+    request: InferenceRequest,
     echoes: Sequence[Echo] | None,
     *,
     include_usage: bool,
     has_running_usage: bool = False,
     has_ids: bool = False,
 ) -> StreamEncoder:
-    n = ask.params.n
+    n = request.params.n
     return StreamEncoder(
         head,
         CompletionChoices(n, echoes, has_ids=has_ids),
         n=n,
-        num_prompts=len(ask.prompts),
+        num_prompts=len(request.prompts),
         include_usage=include_usage,
         has_running_usage=has_running_usage,
         has_ids=has_ids,

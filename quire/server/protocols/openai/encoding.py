@@ -124,29 +124,29 @@ class StreamEncoder:
         return b"data: " + _encode(chunk) + b"\n\n"
 
 
-async def events(work: ActiveRequest, encoder: StreamEncoder) -> AsyncIterator[bytes]:
-    async for batch in work.batches():
-        if data := encoder.chunks(batch, work.usage):
+async def events(active: ActiveRequest, encoder: StreamEncoder) -> AsyncIterator[bytes]:
+    async for batch in active.batches():
+        if data := encoder.chunks(batch, active.usage):
             yield data
-    yield encoder.last(work.usage, cache_view(work), work.num_thought_tokens)
+    yield encoder.last(active.usage, cache_view(active), active.num_thought_tokens)
 
 
-def head_of(work: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
+def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
     return AnswerHead(
         id=f"{prefix}-{work.request_id}",
         object=kind,
-        created=work.created,
-        model=work.model,
-        system_fingerprint=fingerprint(work.model),
-        service_tier=TIERS[work.priority],
+        created=active.created,
+        model=active.model,
+        system_fingerprint=fingerprint(active.model),
+        service_tier=TIERS[active.priority],
     )
 
 
-def cache_view(work: ActiveRequest) -> CacheView | None:
+def cache_view(active: ActiveRequest) -> CacheView | None:
     """Of the first prompt, for those who asked."""
-    if not work.ask.wants_cache or work.cache is None:
+    if not active.request.wants_cache or active.cache is None:
         return None
-    return view(work.cache, len(work.requests[0].prompt))
+    return view(active.cache, len(active.requests[0].prompt))
 
 
 @lru_cache(maxsize=64)

@@ -52,50 +52,50 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 
 async def responses(context: RequestContext) -> Response:
     body = await context.body(ResponsesRequest)
-    ask = parse_responses(body)
+    request = parse_responses(body)
     with in_their_words(names_of(body)):
-        return await answer_in_shape(ask, shape_field(body), partial(_respond, context, body))
+        return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
-async def _respond(context: RequestContext, body: ResponsesRequest, ask: InferenceRequest) -> Response:
-    work = await context.open(ask)
-    reply = Reply(work, body)
-    if ask.is_streaming:
-        return await context.stream(work, reply.events())
+async def _respond(context: RequestContext, body: ResponsesRequest, request: InferenceRequest) -> Response:
+    active = await context.open(request)
+    reply = Reply(active, body)
+    if request.is_streaming:
+        return await context.stream(active, reply.events())
     return context.json(await reply.whole())
 
 
 class Reply:
     """What is said about one work, as it goes or at its end."""
 
-    def __init__(self, work: ActiveRequest, body: ResponsesRequest) -> None:
-        self._work = work
-        self._asked = _asked(work, body)
-        self._items = AnswerItems(work.request_id, client_tools(body))
-        self._parser = work.new_parser()
+    def __init__(self, active: ActiveRequest, body: ResponsesRequest) -> None:
+        self._active = active
+        self._asked = _asked(active, body)
+        self._items = AnswerItems(active.request_id, client_tools(body))
+        self._parser = active.new_parser()
         self._is_whole = True
         self._num_events = 0
 
     async def whole(self) -> ResponseObject:
-        async with self._work:
-            async for batch in self._work.batches():
+        async with self._active:
+            async for batch in self._active.batches():
                 self._take(batch)
         return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """In the protocol's order. The first waits until the prompt runs: what fails before has a status of its own."""
-        await self._work.wait_start()
+        await self._active.wait_start()
         begun = self._object("in_progress")
         yield self._frames([ResponseCreated(response=begun), ResponseInProgress(response=begun)])
         try:
-            async for batch in self._work.batches():
+            async for batch in self._active.batches():
                 if news := self._take(batch):
                     yield self._frames(news)
         except ClientGone:
             raise
         except Exception as error:
-            self._work.close(error)
-            yield self._frames([ResponseFailed(response=self._failed(told(error, self._work.request_id)))])
+            self._active.close(error)
+            yield self._frames([ResponseFailed(response=self._failed(told(error, self._active.request_id)))])
             return
         final = self._finished()
         yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])
@@ -121,7 +121,7 @@ class Reply:
         return b"".join(frames)
 
     def _finished(self) -> ResponseObject:
-        cache = cache_view(self._work)
+        cache = cache_view(self._active)
         return self._object(
             "completed" if self._is_whole else "incomplete",
             incomplete_details=None if self._is_whole else IncompleteDetails(),
@@ -138,34 +138,34 @@ class Reply:
         return ResponseObject(**self._asked, status=status, output=tuple(self._items.done), **more)
 
     def _usage(self) -> ResponseUsage:
-        usage = self._work.usage
-        written = max(0, self._work.pinned_tokens - usage.cached_tokens)
+        usage = self._active.usage
+        written = max(0, self._active.pinned_tokens - usage.cached_tokens)
         return ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(usage.cached_tokens, written),
             usage.completion_tokens,
-            OutputTokensDetails(self._work.num_thought_tokens),
+            OutputTokensDetails(self._active.num_thought_tokens),
             usage.total_tokens,
         )
 
 
-def _asked(work: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
+def _asked(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
     """What the answer repeats of the request, with what was filled in."""
-    sampling = work.requests[0].sampling
+    sampling = active.requests[0].sampling
     choice, text = body.tool_choice, body.text
     form = {"type": "text"} if text is None or text.format is None else _plain(text.format)
     verbosity = None if text is None else text.verbosity
     return {
         "id": f"resp_{work.request_id}",
-        "created_at": work.created,
+        "created_at": active.created,
         "instructions": body.instructions,
-        "max_output_tokens": work.ask.params.max_tokens,
+        "max_output_tokens": active.request.params.max_tokens,
         "metadata": body.metadata or {},
-        "model": work.model,
+        "model": active.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
-        "service_tier": TIERS[work.priority],
+        "service_tier": TIERS[active.priority],
         "temperature": sampling.temperature,
         "text": {"format": form} | ({} if verbosity is None else {"verbosity": verbosity}),
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else _plain(choice),

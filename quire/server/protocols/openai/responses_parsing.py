@@ -69,11 +69,11 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             if (other := body_shape_field(body)) is not None:
                 raise InvalidRequest(f"{other} and text.format exclude each other")
             params = replace(params, grammar=make_grammar(*shape))
-        ask = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
-        ignored = (*ask.ignored, *ignored)
+        request = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        ignored = (*request.ignored, *ignored)
         thinking = body.enable_thinking is not None
-        ask = replace(ask, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)
-        return with_unenforced(ask, shape_field(body))
+        request = replace(request, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)
+        return with_unenforced(request, shape_field(body))
 
 
 def names_of(body: ResponsesRequest) -> dict[str, str]:
