@@ -1072,7 +1072,7 @@ class MadeUpWork:
 
 def test_events_of_a_work() -> None:
     async def collect(work: ActiveRequest) -> list[bytes]:
-        encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.ask, include_usage=False)
+        encoder = chat_stream(head_of(work, "chatcmpl", "chat.completion.chunk"), work.request, include_usage=False)
         return [data async for data in events(work, encoder)]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]

@@ -195,7 +195,7 @@ class Reply:
         self, content: list[AnswerBlock], end: StopDelta | None = None, cache: CacheView | UnsetType = UNSET
     ) -> MessageResponse:
         return MessageResponse(
-            id=f"msg_{self._work.request_id}",
+            id=f"msg_{self._active.request_id}",
             model=self._active.model,
             content=content,
             stop_reason=None if end is None else end.stop_reason,

@@ -133,7 +133,7 @@ async def events(active: ActiveRequest, encoder: StreamEncoder) -> AsyncIterator
 
 def head_of(active: ActiveRequest, prefix: str, kind: AnswerKind) -> AnswerHead:
     return AnswerHead(
-        id=f"{prefix}-{work.request_id}",
+        id=f"{prefix}-{active.request_id}",
         object=kind,
         created=active.created,
         model=active.model,

@@ -156,7 +156,7 @@ def _asked(active: ActiveRequest, body: ResponsesRequest) -> dict[str, Any]:
     form = {"type": "text"} if text is None or text.format is None else _plain(text.format)
     verbosity = None if text is None else text.verbosity
     return {
-        "id": f"resp_{work.request_id}",
+        "id": f"resp_{active.request_id}",
         "created_at": active.created,
         "instructions": body.instructions,
         "max_output_tokens": active.request.params.max_tokens,
