@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from quire.errors import TemplateError
-from quire.text.chat import ChatRequest, ChatTemplate
+from quire.text.chat_template import ChatTemplate
+from quire.text.messages import ChatRequest
 from quire.text.tokenizer import Tokenizer
 from tests.text.test_turns import GOLDEN, chat_of
 from tests.text.vocabularies import byte_level_gguf

@@ -21,7 +21,7 @@ from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
 from quire.engine.structured.grammars import Compiled, Grammars
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
-from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 Prompt = str | Sequence[int]

@@ -10,9 +10,10 @@ from quire.core.request import Priority
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError
 from quire.text.answers import AnswerParser, PlainAnswer, Thought
-from quire.text.chat import ChatRequest, ChatTemplate
+from quire.text.chat_template import ChatTemplate
 from quire.text.detokenize import Detokenizer
 from quire.text.grammar import Grammar, GrammarKind
+from quire.text.messages import ChatRequest
 from quire.text.reasoning import Opening, ReasoningFormat, ThoughtParser, find_opening
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import CallParser

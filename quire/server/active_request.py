@@ -24,7 +24,7 @@ from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestRecord
 from quire.text.answers import AnswerParser
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 
 class Caller(Protocol):

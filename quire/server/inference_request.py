@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 MAX_PROMPTS = 64
 MAX_SAMPLES_IN_ALL = 128

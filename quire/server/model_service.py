@@ -29,7 +29,7 @@ from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
 from quire.server.limits import QueueTicket, Quotas, TierQueues
 from quire.server.observability.activity import ActivityCounters
 from quire.server.observability.metrics import Metrics
-from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
 MIN_WAIT_S = 1.0  # in the queue, for whoever has spent the rest on a load

@@ -6,13 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quire.text.messages import Message, Part, Role
 from quire.text.tool_formats import ToolFormat
 from quire.text.tools import Tool, ToolCall
-
-if TYPE_CHECKING:
-    from quire.text.chat import Message
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -53,8 +51,6 @@ def fitting_id(call_id: str, format: ToolFormat) -> str:
 
 def in_words(messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat) -> list[Message]:
     """The same conversation of system, user and assistant alone."""
-    from quire.text.chat import Message, Part, Role
-
     told: list[Message] = []
     is_told_results = False  # the last message is one we made of results
     for message in messages:

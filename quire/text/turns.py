@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quire.text.messages import Message, Part, Role
 from quire.text.rendering import TemplateFailure
-
-if TYPE_CHECKING:
-    from quire.text.chat import Message
 
 _BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": ""}  # two questions are set apart; an answer goes on
 
@@ -87,8 +85,6 @@ def conform(messages: Sequence[Message], rules: TurnRules) -> list[Message]:
 
 def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[list[Message], bool]:
     """System turns that are not allowed are merged into the first one, or are a user's. The flag: some are a user's."""
-    from quire.text.chat import Role
-
     num_leading = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     turns = list(messages[:num_leading])
     if num_leading > 1 and not rules.takes_late_system:
@@ -106,8 +102,6 @@ def _without_systems(messages: Sequence[Message], rules: TurnRules) -> tuple[lis
 
 def _joined(turns: Sequence[Message], belong: Callable[[Message, Message], bool]) -> list[Message]:
     """Every turn that belongs to the one before it becomes a part of it."""
-    from quire.text.chat import Part
-
     joined: list[Message] = []
     for turn in turns:
         if not joined or not belong(joined[-1], turn):

@@ -32,8 +32,8 @@ from quire.server.protocols.anthropic.parsing import conversation, to_ask
 from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.text.answers import AnswerParser, PlainAnswer
-from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import json_schema_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import CallParser, find_tool_format
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode

@@ -14,7 +14,7 @@ from quire.server.errors import ApiError
 from quire.server.protocols.anthropic.editing import CLEARED, Edited, apply, ignored_edits
 from quire.server.protocols.anthropic.parsing import conversation
 from quire.server.protocols.anthropic.types import MessagesRequest
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 from tests.server.rig import FAKE, serving
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -30,8 +30,8 @@ from quire.server.protocols.ollama.parsing import NAMES, find_model, keep_alive_
 from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
 from quire.server.protocols.ollama.types import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from quire.text.answers import AnswerParser, PlainAnswer
-from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import json_object_grammar, json_schema_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tool_formats import CallParser, find_tool_format
 from quire.text.tools import Tool, ToolCall

@@ -41,7 +41,6 @@ from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.text.answers import AnswerParser
-from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
@@ -52,6 +51,7 @@ from quire.text.grammar import (
     regex_grammar,
     token_grammar,
 )
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import IN_WORDS, CallParser

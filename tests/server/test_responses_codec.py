@@ -30,8 +30,8 @@ from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_tools import ResponseTools, client_tools, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import ACCEPTED, UNSUPPORTED, ResponsesRequest
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
-from quire.text.chat import ChatRequest, Message, Part, Role
 from quire.text.grammar import GrammarKind, json_object_grammar, regex_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 
 FIELDS = frozenset(ResponsesRequest.__struct_fields__)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest, TemplateError
-from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.chat_template import ChatTemplate
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
 from tests.text.vocabularies import SPECIAL, TOOLS, byte_level_gguf, byte_level_json, sentencepiece_gguf
 

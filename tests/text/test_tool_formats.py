@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from quire.errors import InvalidRequest
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, Thought, Words
-from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.chat_template import ChatTemplate
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar, regex_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser, find_opening, find_reasoning
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import IN_WORDS, TOOL_FORMATS, CallParser, find_tool_format

@@ -14,7 +14,8 @@ from quire.server.protocols.anthropic.parsing import conversation
 from quire.server.protocols.anthropic.types import MessagesRequest
 from quire.server.protocols.openai.responses_parsing import parse_responses
 from quire.server.protocols.openai.responses_types import ResponsesRequest
-from quire.text.chat import ChatRequest, ChatTemplate, Message, Part, Role
+from quire.text.chat_template import ChatTemplate
+from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from quire.text.turns import STRICTEST, TurnRules, conform, is_plain

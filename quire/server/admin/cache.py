@@ -21,7 +21,7 @@ from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
     from starlette.responses import Response

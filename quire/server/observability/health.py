@@ -19,7 +19,7 @@ from quire.server.protocols.openai.chat import conversation_of
 from quire.server.protocols.openai.parsing import NAMES, in_their_words
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, RequestContext
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 STATS_S = 2.0  # a worker in the middle of a long step answers later; then the last known figures do
 MAX_IDS = 1 << 20

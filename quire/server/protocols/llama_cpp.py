@@ -13,7 +13,7 @@ from quire.server.model_metadata import facts_of
 from quire.server.observability.snapshot import is_shown
 from quire.server.protocols.openai.chat import parse_chat
 from quire.server.protocols.openai.types import ChatCompletionRequest
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
     from starlette.responses import Response

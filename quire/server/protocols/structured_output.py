@@ -13,7 +13,7 @@ from typing import TypeVar
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 from quire.text.schemas import SchemaNotHeld
 from quire.text.tool_grammars import ToolsTooLarge, guilty_tool, held_parameters
 from quire.text.tools import Tool

@@ -18,7 +18,7 @@ from quire.server.protocols.anthropic.types import (
     ContextManagement,
     CountTokensRequest,
 )
-from quire.text.chat import ChatRequest, Message, Part, Role
+from quire.text.messages import ChatRequest, Message, Part, Role
 
 CLEAR_THINKING = "clear_thinking_20251015"
 CLEAR_TOOL_USES = "clear_tool_uses_20250919"

@@ -49,7 +49,7 @@ from quire.server.protocols.anthropic.types import (
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
-from quire.text.chat import ChatRequest
+from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -27,8 +27,8 @@ from quire.server.protocols.anthropic.types import (
     ToolParam,
 )
 from quire.server.protocols.structured_output import shape_error, with_unenforced
-from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.grammar import Grammar, json_schema_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call
 
 T = TypeVar("T")

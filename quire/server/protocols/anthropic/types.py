@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY
 from quire.server.protocols.anthropic.support import refused
 from quire.server.protocols.cache_explanation import CacheView
-from quire.text.chat import MAX_MESSAGES
+from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 

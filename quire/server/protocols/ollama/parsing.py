@@ -27,8 +27,8 @@ from quire.server.protocols.ollama.types import (
 )
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.structured_output import shape_error, with_unenforced
-from quire.text.chat import ChatRequest, Message, Part, Role, check_messages
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
+from quire.text.messages import ChatRequest, Message, Part, Role, check_messages
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from quire.core.request import MAX_TOKEN_ID
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.ollama.support import ignored, refused
-from quire.text.chat import MAX_MESSAGES
+from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOLS
 

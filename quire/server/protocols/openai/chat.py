@@ -59,7 +59,7 @@ from quire.server.protocols.openai.types import (
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
-from quire.text.chat import ChatRequest, Message, Part, Role, check_messages, check_parts
+from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -26,8 +26,8 @@ from quire.server.protocols.openai.support import refuse_unsupported, unsupporte
 from quire.server.protocols.openai.tools import make_grammar, unknown_format
 from quire.server.protocols.openai.tools import shape_field as body_shape_field
 from quire.server.protocols.structured_output import with_unenforced
-from quire.text.chat import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
+from quire.text.messages import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.tokenizer import check_text
 from quire.text.tools import MAX_CALL_ID_CHARS, ToolCall, check_call
 

@@ -17,7 +17,7 @@ from quire.server.protocols.openai.types import (
     PromptCacheBreakpoint,
     TokenCount,
 )
-from quire.text.chat import MAX_MESSAGES
+from quire.text.messages import MAX_MESSAGES
 from quire.text.tools import MAX_TOOLS
 
 _STORES = "nothing is stored here: send the whole conversation as input"

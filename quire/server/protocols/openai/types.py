@@ -16,8 +16,8 @@ from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.other_servers import OtherServersFields
 from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, accepted, refused
-from quire.text.chat import MAX_MESSAGES
 from quire.text.grammar import MAX_LISTED_TOKENS
+from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 

@@ -1,0 +1,146 @@
+"""Messages, and a conversation to answer. Checked when made: a `ChatRequest` that exists can be rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quire.errors import InvalidRequest
+from quire.text.tokenizer import check_text
+from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode, check_call, check_choice, check_tools
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 2048  # of one message
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_ARGS = 32
+RESERVED_ARGS = frozenset(("messages", "tools", "documents", "add_generation_prompt", "chat_template"))
+
+
+class Role(StrEnum):
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    parts: tuple[Part, ...]
+    name: str | None = None
+    thought: str = ""  # of an assistant, where its thinking was told apart
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str | None = None  # of a tool: the call it answers
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to answer. Checked when it is made: one that exists can be rendered."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True  # end with the opening of an assistant's answer
+    continue_last: bool = False  # instead: leave the last message, an assistant's, open to be continued
+    template_args: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    wants_thought: bool | None = None  # whether to think first, where the template leaves a choice; None: its default
+    reasoning_effort: str | None = None  # for templates that know the word
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those the answer may call."""
+        if self.tool_choice.mode is ToolMode.NONE:
+            return ()
+        names = self.tool_choice.allowed
+        if self.tool_choice.name is not None:
+            names = (self.tool_choice.name,)
+        return tuple(tool for tool in self.tools if not names or tool.name in names)
+
+    @property
+    def num_chars(self) -> int:
+        """Of everything people wrote, to refuse what is too long before it is rendered."""
+        tools = sum(len(tool.description) + len(str(tool.parameters)) for tool in self.tools)
+        return tools + sum(
+            len(message.text) + len(message.thought) + sum(len(call.arguments) for call in message.tool_calls)
+            for message in self.messages
+        )
+
+    def __post_init__(self) -> None:
+        check_messages(self.messages)
+        for i, message in enumerate(self.messages):
+            check_parts(message.parts, f"messages[{i}].content")
+            _check_message(message, f"messages[{i}]")
+        if self.continue_last and self.add_generation_prompt:
+            raise InvalidRequest("continue_last and add_generation_prompt exclude each other")
+        if self.continue_last and self.messages[-1].role != Role.ASSISTANT:
+            last = len(self.messages) - 1
+            raise InvalidRequest(
+                f"continue_last: messages[{last}].role = {self.messages[last].role.value!r}, not assistant"
+            )
+        _check_args(self.template_args)
+        check_tools(self.tools)
+        check_choice(self.tool_choice, self.tools)
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """For doors that have work to do on each of them first."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {len(messages)} entries, not 1 to {MAX_MESSAGES}")
+
+
+def check_parts(parts: Sequence[object], path: str) -> None:
+    if len(parts) > MAX_PARTS:
+        raise InvalidRequest(f"{path} has {len(parts)} parts, more than {MAX_PARTS}")
+
+
+def _check_message(message: Message, path: str) -> None:
+    if not isinstance(message.role, Role):
+        raise InvalidRequest(f"{path}.role = {str(message.role)[:40]!r} is not one of {[role.value for role in Role]}")
+    for i, part in enumerate(message.parts):
+        if not isinstance(part.text, str):
+            raise InvalidRequest(f"{path}.parts[{i}].text is a {type(part.text).__name__}, not a string")
+        check_text(part.text, name=f"{path}.parts[{i}].text")
+    if message.name is not None:
+        if not isinstance(message.name, str):
+            raise InvalidRequest(f"{path}.name is a {type(message.name).__name__}, not a string")
+        if not 1 <= len(message.name) <= MAX_NAME_CHARS:
+            raise InvalidRequest(f"{path}.name has {len(message.name)} characters, not 1 to {MAX_NAME_CHARS}")
+        check_text(message.name, name=f"{path}.name")
+    check_text(message.thought, name=f"{path}.thought")
+    if message.tool_call_id is not None:
+        check_text(message.tool_call_id, name=f"{path}.tool_call_id")
+    if len(message.tool_calls) > MAX_PARTS:
+        raise InvalidRequest(f"{path}.tool_calls has {len(message.tool_calls)} entries, more than {MAX_PARTS}")
+    for i, call in enumerate(message.tool_calls):
+        check_call(call, f"{path}.tool_calls[{i}]")
+
+
+def _is_reserved(name: str) -> bool:
+    """What the engine sets; bos_token and its like would let a request write control tokens."""
+    return name in RESERVED_ARGS or name.endswith("_token")
+
+
+def _check_args(args: Mapping[str, str | int | float | bool]) -> None:
+    if len(args) > MAX_TEMPLATE_ARGS:
+        raise InvalidRequest(f"template_args has {len(args)} entries, more than {MAX_TEMPLATE_ARGS}")
+    for name, value in args.items():
+        if not name.isidentifier() or _is_reserved(name):
+            raise InvalidRequest(f"template_args[{name[:40]!r}] cannot be set by a request")
+        if not isinstance(value, str | int | float | bool):
+            raise InvalidRequest(f"template_args[{name!r}] is a {type(value).__name__}, not a scalar")
+        if isinstance(value, str):
+            check_text(value, max_chars=4096, name=f"template_args[{name!r}]")
+        elif isinstance(value, float) and (value != value or abs(value) == float("inf")):
+            raise InvalidRequest(f"template_args[{name!r}] = {value} is not finite")
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            raise InvalidRequest(f"template_args[{name!r}] is an int of more than 64 bits")
