@@ -17,16 +17,25 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
+from quire.server import tokenization as tokens
 from quire.server.admin import cache
-from quire.server.admin import models as residents
+from quire.server.admin import models as admin_models
 from quire.server.auth import KeyRing, presented
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
 from quire.server.http.openapi import openapi
 from quire.server.models import Models
-from quire.server.observability import health as ops
+from quire.server.observability import health
 from quire.server.observability.snapshot import BlocksAnswer, HeldAnswer, WatchSnapshot
-from quire.server.observability.watch import BlocksQuery, HeldQuery, Watch, WatchQuery, watch, watch_blocks, watch_held
+from quire.server.observability.watch import Watch
+from quire.server.observability.watch_endpoints import (
+    BlocksQuery,
+    HeldQuery,
+    WatchQuery,
+    watch,
+    watch_blocks,
+    watch_held,
+)
 from quire.server.protocols import llama_cpp
 from quire.server.protocols.anthropic import messages as anthropic
 from quire.server.protocols.anthropic.errors import ANTHROPIC
@@ -117,20 +126,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint("GET", "/v1/models", models.list_models, "The models served here.", answer=ModelList, tag="openai"),
     Endpoint(
-        "POST", "/v1/models/load", residents.load, "Load a model now.",
-        residents.LoadRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/load", admin_models.load, "Load a model now.",
+        admin_models.LoadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unload", residents.unload, "Unload a model when its requests have ended.",
-        residents.UnloadRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/unload", admin_models.unload, "Unload a model when its requests have ended.",
+        admin_models.UnloadRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/pin", residents.pin, "Keep a model loaded, once it is, whoever needs room.",
-        residents.PinRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/pin", admin_models.pin, "Keep a model loaded, once it is, whoever needs room.",
+        admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint(
-        "POST", "/v1/models/unpin", residents.unpin, "Let it go when room is needed.",
-        residents.PinRequest, residents.ModelStatus, access=Access.ADMIN, tag="models",
+        "POST", "/v1/models/unpin", admin_models.unpin, "Let it go when room is needed.",
+        admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One of them.", answer=Model, tag="openai"),
     Endpoint(
@@ -195,16 +204,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST", "/v1/cache/unpin", cache.unpin, "Let go of them.",
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
     ),
-    Endpoint("POST", "/tokenize", ops.tokenize, "Token ids of text or messages.", ops.TokenizeRequest, ops.Tokens),
-    Endpoint("POST", "/detokenize", ops.detokenize, "Text of token ids.", ops.DetokenizeRequest, ops.DetokenizedText),
+    Endpoint("POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens),
+    Endpoint("POST", "/detokenize", tokens.detokenize, "Text of token ids.", tokens.DetokenizeRequest, tokens.DetokenizedText),
     Endpoint(
-        "GET", "/tokenizer_info", ops.tokenizer_info, "Special tokens and chat template of a model.",
-        answer=ops.TokenizerInfo, query=cache.ModelQuery,
+        "GET", "/tokenizer_info", tokens.tokenizer_info, "Special tokens and chat template of a model.",
+        answer=tokens.TokenizerInfo, query=cache.ModelQuery,
     ),
-    Endpoint("GET", "/health", ops.health, "Whether tokens move.", answer=ops.Health, access=Access.PUBLIC),
-    Endpoint("GET", "/ready", ops.ready, "Whether to send traffic.", answer=ops.Health),
-    Endpoint("GET", "/version", ops.version, "What runs here.", answer=ops.Version, query=cache.ModelQuery),
-    Endpoint("GET", "/metrics", ops.metrics, "For Prometheus."),
+    Endpoint("GET", "/health", health.health, "Whether tokens move.", answer=health.Health, access=Access.PUBLIC),
+    Endpoint("GET", "/ready", health.ready, "Whether to send traffic.", answer=health.Health),
+    Endpoint("GET", "/version", health.version, "What runs here.", answer=health.Version, query=cache.ModelQuery),
+    Endpoint("GET", "/metrics", health.metrics, "For Prometheus."),
     Endpoint("GET", "/openapi.json", openapi_json, "This list, for machines."),
     Endpoint("GET", "/docs", docs, "This list, for people.", access=Access.PUBLIC),
     Endpoint(

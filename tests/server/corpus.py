@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from quire.server.admin.cache import ExplainRequest, PinRequest, UnpinRequest
-from quire.server.observability.health import DetokenizeRequest, TokenizeRequest
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.responses_types import ACCEPTED as ACCEPTED_BY_RESPONSES
 from quire.server.protocols.openai.responses_types import ResponsesRequest
 from quire.server.protocols.openai.support import ACCEPTED
 from quire.server.protocols.openai.types import ChatCompletionRequest, CompletionRequest
+from quire.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -25,7 +25,8 @@ from quire.server.models import Model, Models
 from quire.server.observability.activity import MAX_RECENT, ActivityCounters
 from quire.server.observability.request_record import RequestRecord
 from quire.server.observability.snapshot import BlocksAnswer, WatchedEngine, WatchSnapshot
-from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch, WatchStream
+from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch
+from quire.server.observability.watch_endpoints import WatchStream
 from tests.server.rig import FAKE, Server, ask_async, serving
 from tests.waiting import HANG_S, eventually, is_asleep, num_switches, paused
 

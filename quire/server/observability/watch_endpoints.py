@@ -1,0 +1,126 @@
+"""Endpoints of the live view: `/v1/watch`, `/v1/watch/blocks`, `/v1/watch/held`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.errors import InvalidRequest
+from quire.server.auth import Key
+from quire.server.errors import ApiError, Kind
+from quire.server.observability.snapshot import (
+    HeldAnswer,
+    blocks_answer,
+    is_shown,
+)
+from quire.server.observability.watch import Watcher
+from quire.server.request_context import RequestContext
+
+MAX_VIEWED = 4096  # blocks looked at closely
+
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+
+
+class WatchQuery(msgspec.Struct, frozen=True):
+    interval_ms: Annotated[int, Meta(ge=100, le=60_000, description="Between snapshots.")] = 500
+    once: Annotated[bool, Meta(description="One snapshot as JSON instead of a stream, after an interval.")] = False
+
+
+class BlocksQuery(msgspec.Struct, frozen=True):
+    first: Annotated[int, Meta(ge=1, le=2**31, description="The first block; they count from 1.")]
+    count: Annotated[int, Meta(ge=1, le=MAX_VIEWED)] = 1
+    model: Annotated[str | None, Meta(description="By default the first.")] = None
+
+
+class HeldQuery(msgspec.Struct, frozen=True):
+    id: Annotated[str, Meta(max_length=64, description="Of the request, as in the x-request-id of its answer.")]
+    model: Annotated[str | None, Meta(description="By default the first.")] = None
+
+
+async def watch(context: RequestContext) -> Response:
+    query = parse_query(context, WatchQuery)
+    if context.request.method == "HEAD":
+        return Response(None, 200, context.headers, "text/event-stream; charset=utf-8")
+    watcher = context.watch.enter(query.interval_ms / 1000, context.key)
+    if not query.once:
+        return WatchStream(watcher, context.key, context.headers)
+    try:
+        return Response(await watcher.once(context.key), 200, context.headers, "application/json")
+    finally:
+        watcher.leave()
+
+
+async def watch_blocks(context: RequestContext) -> Response:
+    """Who holds these blocks: asked when somebody points at them."""
+    query = parse_query(context, BlocksQuery)
+    model = context.models.find(query.model)
+    found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
+    if found is None or model.service is None:
+        raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
+    return context.json(blocks_answer(model.name, found, tuple(model.service.works), context.key))
+
+
+async def watch_held(context: RequestContext) -> Response:
+    """Which blocks a request holds: asked when somebody points at it."""
+    query = parse_query(context, HeldQuery)
+    model = context.models.find(query.model)
+    works = () if model.service is None else model.service.works
+    active = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
+    if active is None or model.service is None:
+        raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
+    ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)
+    return context.json(HeldAnswer(model.name, active.request_id, await model.service.client.find_held(ids)))
+
+
+def parse_query(context: RequestContext, kind: type[Q]) -> Q:
+    """The part of the address behind `?`. What it has beside is nobody's."""
+    given = dict(context.request.query_params)
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        if not name:
+            raise InvalidRequest(what.replace("Object missing required field", "the address lacks")) from None
+        raise ApiError(Kind.INVALID, f"{name} = {given.get(name)!r:.80}: {what}", param=name) from None
+
+
+class WatchStream(Response):
+    """Snapshots as server-sent events, until the client leaves. Sending waits for a slow reader, and keeps nothing."""
+
+    def __init__(self, watcher: Watcher, key: Key, headers: Mapping[str, str]) -> None:
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers, "text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self._watcher = watcher
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        writing = asyncio.create_task(self._write_all(send))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._watcher.leave()
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.wait({writing, leaving})
+
+    async def _write_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while True:
+            frame = b"data: " + await self._watcher.next(self._key) + b"\n\n"
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,125 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.errors import InvalidRequest
+from quire.server.protocols.openai.chat import conversation_of
+from quire.server.protocols.openai.parsing import NAMES, in_their_words
+from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
+from quire.server.request_context import IGNORED, RequestContext
+from quire.text.messages import ChatRequest
+
+MAX_IDS = 1 << 20
+
+
+class TokenizeRequest(msgspec.Struct):
+    """A text, or a conversation with all that makes a prompt of it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[ToolDefinition] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: Annotated[
+        bool | None, msgspec.Meta(description="Of a prompt: add what the model wants around it, such as BOS.")
+    ] = None
+    return_token_strs: Annotated[Any, msgspec.Meta(description="Accepted: they are always told.")] = None
+
+
+class Tokens(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str]
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_IDS)]
+    model: str | None = None
+
+
+class DetokenizedText(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """As a tokenizer_config.json says it. What the model does not have is null."""
+
+    model: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+async def tokenize(context: RequestContext) -> Response:
+    body = await context.body(TokenizeRequest)
+    service = await context.use(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt and messages: exactly one of them is needed")
+    if body.messages is None:
+        tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+    else:
+        with in_their_words(NAMES):
+            chat = _conversation(body, body.messages)
+        tokens = await service.encode(chat)
+        unknown = service.text.template.unknown_args(chat.template_args)
+        context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
+    names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return context.json(Tokens(list(tokens), len(tokens), service.max_context, names))
+
+
+def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
+    """Exactly what /v1/chat/completions would make of it."""
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens is only for prompt: the model's template writes them around messages")
+    asked = ChatCompletionRequest(
+        messages=messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return conversation_of(asked)[0]
+
+
+async def tokenizer_info(context: RequestContext) -> Response:
+    """What clients need that tokenise and render templates themselves, such as lm-evaluation-harness."""
+    service = await context.use(context.request.query_params.get("model"))
+    text = service.text
+    named = text.tokenizer.special_tokens
+    ends = [text.tokenizer.id_to_token(token_id) for token_id in text.eos_token_ids]  # GGUF files may name none
+    return context.json(
+        TokenizerInfo(
+            model=context.model.name,
+            vocab_size=text.tokenizer.vocab_size,
+            model_max_length=service.max_context,
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token", next(iter(ends), None)),
+            pad_token=named.get("pad_token"),
+            unk_token=named.get("unk_token"),
+            chat_template=text.template.source,
+        )
+    )
+
+
+async def detokenize(context: RequestContext) -> Response:
+    body = await context.body(DetokenizeRequest)
+    service = await context.use(body.model)
+    size = service.text.spec.vocab_size
+    for position, token in enumerate(body.tokens):
+        if token >= size:
+            raise InvalidRequest(f"tokens[{position}] = {token} is outside the vocabulary of {size}")
+    text = await asyncio.to_thread(service.text.tokenizer.decode, body.tokens, skip_special=False)
+    return context.json(DetokenizedText(text))
