@@ -204,8 +204,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST", "/v1/cache/unpin", cache.unpin, "Let go of them.",
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
     ),
-    Endpoint("POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens),
-    Endpoint("POST", "/detokenize", tokens.detokenize, "Text of token ids.", tokens.DetokenizeRequest, tokens.DetokenizedText),
+    Endpoint(
+        "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,
+    ),
+    Endpoint(
+        "POST", "/detokenize", tokens.detokenize, "Text of token ids.",
+        tokens.DetokenizeRequest, tokens.DetokenizedText,
+    ),
     Endpoint(
         "GET", "/tokenizer_info", tokens.tokenizer_info, "Special tokens and chat template of a model.",
         answer=tokens.TokenizerInfo, query=cache.ModelQuery,

@@ -17,16 +17,17 @@ from quire.core.request import PackedPrompt, Priority, SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
-from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.protocol import (
     Add,
     Begun,
     Cancel,
+    Channel,
     ClearCache,
     Finish,
     FrameReader,
     FromWorker,
     GetStats,
+    Gone,
     Load,
     PinCache,
     Stats,

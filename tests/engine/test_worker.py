@@ -23,10 +23,9 @@ from quire.engine.composition import EngineConfig, make_scheduler
 from quire.engine.engine import Engine
 from quire.engine.model_text import ModelText
 from quire.engine.params import GenerationParams, GenerationRequest
-from quire.engine.worker.channel import Gone
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.process import WorkerProcess
-from quire.engine.worker.protocol import Add, Cancel, FrameReader, Stepped, Working, from_worker, pack, to_worker
+from quire.engine.worker.protocol import Add, Cancel, FrameReader, Gone, Stepped, Working, from_worker, pack, to_worker
 from quire.engine.worker.step_estimate import StepEstimator, Work
 from quire.engine.worker.worker import MAX_PATIENCE_S, Observer, Worker
 from quire.errors import ContextTooLong, InvalidRequest, ModelFileError, QueueFull, RequestFailed, WorkerDied

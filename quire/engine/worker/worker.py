@@ -26,7 +26,6 @@ from quire.core.step import StepPlan
 from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.structured.grammars import Compiled, Grammars, open_grammars
-from quire.engine.worker.channel import Channel, Gone
 from quire.engine.worker.garbage_collection import calm_collector
 from quire.engine.worker.grammar_queue import SIGN_OF_LIFE_S, GrammarQueue
 from quire.engine.worker.protocol import (
@@ -37,6 +36,7 @@ from quire.engine.worker.protocol import (
     BlocksViewed,
     CacheAnswer,
     Cancel,
+    Channel,
     ClearCache,
     DropBlocks,
     Explain,
@@ -46,6 +46,7 @@ from quire.engine.worker.protocol import (
     Finish,
     GetBlocks,
     GetStats,
+    Gone,
     HeldFound,
     Load,
     Loading,
