@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import loading
+from quire.cli.answer_output import TokenRate
 from quire.cli.generate import read_grammar
-from quire.cli.loading import TokenRate, parse_bytes
+from quire.cli.loading import parse_bytes
 from quire.cli.main import app
 from quire.core.request import FinishReason
 from quire.errors import InvalidRequest

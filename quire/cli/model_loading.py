@@ -1,0 +1,82 @@
+"""Opens the model that a command asks: a running server that has it, or the model in this process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quire.cli.chat_model import ChatModel, LocalModel
+from quire.cli.pull import download_bar
+from quire.cli.remote import choose_address, chosen_key, find_server
+from quire.errors import ModelNotFound, QuireError
+from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+from quire.cli.loading import _option, options_named
+
+
+def open_chat_model(
+    model: str | None, settings: dict[str, Any], *, server: str | None, api_key: str | None, is_local: bool
+) -> ChatModel:
+    """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
+    address = choose_address(server, is_local=is_local, engine_options=[_option(name) for name in settings])
+    if address is not None:
+        remote = find_server(address, model, chosen_key(api_key))
+        if remote is not None:
+            return remote
+    return LocalModel(open_llm(model, settings), model or DEFAULT_MODEL)
+
+
+def open_llm(model: str | None, settings: dict[str, Any]) -> LLM:
+    """Load a model, with a bar on a terminal. One that quire knows and that is not here is fetched first."""
+    from quire.engine.llm import LLM
+
+    path, name = locate(model), model or DEFAULT_MODEL
+    with options_named(), _memory_named(name), loading_bar(name) as progress:
+        return LLM(path, progress=progress, **settings)
+
+
+def locate(name: str | None) -> Path:
+    try:
+        return resolve(name)
+    except ModelNotFound:
+        known = find_known(name or DEFAULT_MODEL)
+        if known is None:
+            raise
+    typer.echo(f"{known.name} is not on this machine: fetching it, {known.size_bytes / 1e6:.0f} MB", err=True)
+    with download_bar(known.name) as progress:
+        return pull(known.name, progress)
+
+
+@contextmanager
+def _memory_named(name: str) -> Iterator[None]:
+    """A model too large for the machine is no bug: say it in one line. PyTorch has no class for it on a CPU."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search(r"alloc|out of memory", str(error)):
+            raise
+        advice = "try a smaller --kv-memory or --max-context, or a smaller model"
+        raise QuireError(f"{name}: does not fit into the memory of this machine; {advice}") from None
+
+
+@contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr while the weights are read; nothing where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"loading {name}", total=None)  # of unknown length while PyTorch itself loads
+        yield lambda done, total: bar.update(task, completed=done, total=total)
