@@ -37,7 +37,7 @@ from quire.bench.report import (
     Stage,
 )
 from quire.bench.run import run_bench
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed
 from quire.errors import InvalidRequest, MissingExtra

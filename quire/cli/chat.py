@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
 from quire.cli.remote import plain
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.chat_model import AnswerUsage, ChatInput, ChatModel, Piece
 from quire.errors import InvalidRequest, TemplateError
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.remote import Server, plain, reach_server
 from quire.cli.sizes import memory_size
 

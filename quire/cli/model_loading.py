@@ -19,7 +19,7 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-from quire.cli.loading import _option, options_named
+from quire.cli.options import _option, options_named
 
 
 def open_chat_model(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.remote import Server, ServerError, note, reach_server
 from quire.cli.replay_report import Replayed, described, document, print_report
 from quire.errors import InvalidRequest, QuireError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.first_answer import ask_first_question
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.remote import PATIENT, Server, ServerError, choose_address, chosen_key, read_events
 from quire.errors import InvalidRequest, QuireError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.main import app
 from quire.core.request import FinishReason
 from tests.cli.runs import EchoLLM, Terminal, quire

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.answer_output import TokenRate
 from quire.cli.generate import read_grammar
-from quire.cli.loading import parse_bytes
 from quire.cli.main import app
+from quire.cli.options import parse_bytes
 from quire.core.request import FinishReason
 from quire.errors import InvalidRequest
 from quire.text.grammar import Grammar, GrammarKind

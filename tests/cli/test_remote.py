@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import loading, remote
+from quire.cli import options as loading
+from quire.cli import remote
 from quire.cli.main import app
 from quire.cli.remote import parse_url, read_events, request_body
 from quire.engine.params import GenerationParams

@@ -17,7 +17,7 @@ import pytest
 
 from quire.backends.base import Capacity, RunnerFacts
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
-from quire.cli import loading
+from quire.cli import options as loading
 from quire.cli.serve import announce
 from quire.cli.serve_models import read_file
 from quire.engine.composition import EngineConfig
