@@ -37,7 +37,7 @@ from quire.bench.report import (
     Stage,
 )
 from quire.bench.run import run_bench
-from quire.cli import options as loading
+from quire.cli import model_loading, options
 from quire.cli.bench_fairness import measure_fairness
 from quire.cli.bench_server import check_installed
 from quire.errors import InvalidRequest, MissingExtra
@@ -74,9 +74,9 @@ def bench(
         int, typer.Option(help="Fairness: requests in one step of the server.")
     ] = _DEFAULT.max_seqs,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
-    backend: loading.BackendOption = "auto",
-    precision: loading.PrecisionOption = "balanced",
-    dtype: loading.DtypeOption = "auto",
+    backend: options.BackendOption = "auto",
+    precision: options.PrecisionOption = "balanced",
+    dtype: options.DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights for a config.json.")] = "auto",
     out: Annotated[
@@ -175,7 +175,7 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     EngineConfig(max_seqs=config.max_seqs, **settings)  # refuses what can never work
     if "fairness" in config.parts:
         check_installed()
-        loading.locate(model)  # fetched here, if need be, and not by the server
+        model_loading.locate(model)  # fetched here, if need be, and not by the server
     with _progress() as progress:
         report = None if config.parts == ("fairness",) else _run_here(model, config, settings, progress)
         if "fairness" in config.parts:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
 from quire.cli.remote import plain
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
@@ -42,34 +42,34 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 
 def chat(
-    model: loading.ModelOption = None,
-    system: loading.SystemOption = None,
+    model: options.ModelOption = None,
+    system: options.SystemOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
-    temperature: loading.TemperatureOption = None,
-    top_k: loading.TopKOption = None,
-    top_p: loading.TopPOption = None,
-    min_p: loading.MinPOption = None,
-    repetition_penalty: loading.RepetitionOption = None,
-    presence_penalty: loading.PresenceOption = 0.0,
-    frequency_penalty: loading.FrequencyOption = 0.0,
-    seed: loading.SeedOption = None,
-    stop: loading.StopOption = None,
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
-    local: loading.LocalOption = False,
-    backend: loading.BackendOption = None,
-    precision: loading.PrecisionOption = None,
-    dtype: loading.DtypeOption = None,
-    device: loading.DeviceOption = None,
-    load_format: loading.LoadFormatOption = None,
-    threads: loading.ThreadsOption = None,
-    max_context: loading.ContextOption = None,
-    kv_memory: loading.MemoryOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionOption = None,
+    presence_penalty: options.PresenceOption = 0.0,
+    frequency_penalty: options.FrequencyOption = 0.0,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
+    local: options.LocalOption = False,
+    backend: options.BackendOption = None,
+    precision: options.PrecisionOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = None,
+    load_format: options.LoadFormatOption = None,
+    threads: options.ThreadsOption = None,
+    max_context: options.ContextOption = None,
+    kv_memory: options.MemoryOption = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists what else can be typed."""
     from quire.engine.params import GenerationParams
 
-    with loading.options_named():
+    with options.options_named():
         params = GenerationParams(
             temperature=temperature,
             top_k=top_k,
@@ -82,8 +82,8 @@ def chat(
             max_tokens=max_tokens,
             stop=stop or (),
         )
-        loading.check_answer(params)
-    settings = loading.engine_settings(
+        options.check_answer(params)
+    settings = options.engine_settings(
         backend=backend,
         precision=precision,
         dtype=dtype,
@@ -93,7 +93,9 @@ def chat(
         max_context=max_context,
         kv_memory=kv_memory,
     )
-    with closing(loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+    with closing(
+        model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
+    ) as speaker:
         if not speaker.has_template:
             raise TemplateError(f"{speaker.name} has no chat template: quire generate --raw continues a prompt")
         Repl(speaker, params, system).run()
@@ -107,7 +109,7 @@ class Repl:
         self.params = params
         self.system = system or None
         self.messages: list[dict[str, str]] = []  # the system's is kept apart, so that it can be changed
-        self._speech = loading.AnswerWriter()
+        self._speech = answer_output.AnswerWriter()
         self._files: set[Path] = set()  # saved or loaded here: these may be overwritten
         self._last: _Turn | None = None
         self._is_over = False
@@ -268,7 +270,7 @@ class Repl:
         if name not in SETTINGS:
             raise InvalidRequest(f"/set {name}: is not one of {', '.join(SETTINGS)}")
         changed = replace(self.params, **{name: _parsed(name, value.strip())})
-        loading.check_answer(changed)
+        options.check_answer(changed)
         self.params = changed
 
     def leave(self, _rest: str) -> None:
@@ -302,7 +304,7 @@ COMMANDS["/quit"] = COMMANDS["/exit"]
 class _Turn:
     """How one answer came. Without a bill, it was stopped."""
 
-    pace: loading.TokenRate = field(default_factory=loading.TokenRate)
+    pace: answer_output.TokenRate = field(default_factory=answer_output.TokenRate)
     bill: AnswerUsage | None = None
 
     def __str__(self) -> str:

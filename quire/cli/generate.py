@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatInput, ChatModel, Piece
 from quire.errors import InvalidRequest, TemplateError
 
@@ -26,43 +26,43 @@ SEPARATOR = "-" * 8  # between the answers of --n
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to answer; - or nothing reads a pipe.")] = None,
-    model: loading.ModelOption = None,
+    model: options.ModelOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
-    system: loading.SystemOption = None,
+    system: options.SystemOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
-    temperature: loading.TemperatureOption = None,
-    top_k: loading.TopKOption = None,
-    top_p: loading.TopPOption = None,
-    min_p: loading.MinPOption = None,
-    repetition_penalty: loading.RepetitionOption = None,
-    presence_penalty: loading.PresenceOption = 0.0,
-    frequency_penalty: loading.FrequencyOption = 0.0,
-    seed: loading.SeedOption = None,
-    stop: loading.StopOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionOption = None,
+    presence_penalty: options.PresenceOption = 0.0,
+    frequency_penalty: options.FrequencyOption = 0.0,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
     n: Annotated[int, typer.Option("--n", "-n", help="How many answers.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
     json_schema: Annotated[Path | None, typer.Option(help="Answer in JSON by the schema in this file.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with what this regular expression matches.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="Answer by the grammar in this file, Lark or GBNF.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to show at each token.")] = None,
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
-    local: loading.LocalOption = False,
-    backend: loading.BackendOption = None,
-    precision: loading.PrecisionOption = None,
-    dtype: loading.DtypeOption = None,
-    device: loading.DeviceOption = None,
-    load_format: loading.LoadFormatOption = None,
-    threads: loading.ThreadsOption = None,
-    max_context: loading.ContextOption = None,
-    kv_memory: loading.MemoryOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
+    local: options.LocalOption = False,
+    backend: options.BackendOption = None,
+    precision: options.PrecisionOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = None,
+    load_format: options.LoadFormatOption = None,
+    threads: options.ThreadsOption = None,
+    max_context: options.ContextOption = None,
+    kv_memory: options.MemoryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
 ) -> None:
     """Answer one prompt. The answer alone goes to stdout, as it comes."""
     from quire.engine.params import GenerationParams
 
     _check_shown(logprobs, as_json=as_json)
-    with loading.options_named():
+    with options.options_named():
         params = GenerationParams(
             temperature=temperature,
             top_k=top_k,
@@ -79,13 +79,15 @@ def generate(
             logprobs=logprobs,
             grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar),
         )
-        loading.check_answer(params)
+        options.check_answer(params)
     ask = read_ask(prompt, system, is_raw=raw)
-    settings = loading.engine_settings(
+    settings = options.engine_settings(
         backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
         threads=threads, max_context=max_context, kv_memory=kv_memory,
     )  # fmt: skip
-    with closing(loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)) as speaker:
+    with closing(
+        model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
+    ) as speaker:
         _answer(speaker, ask, params, as_json=as_json)
 
 
@@ -171,7 +173,7 @@ def _answer(speaker: ChatModel, ask: ChatInput, params: GenerationParams, *, as_
     samples = [_Sample() for _ in range(params.n)]
     printer = _Printer(samples, is_silent=as_json)
     try:
-        with loading.options_named():
+        with options.options_named():
             bill = speaker.answer(ask, params, printer.take)
     finally:
         printer.finish()  # also after ^C: what was printed stands on a line of its own
@@ -214,9 +216,9 @@ class _Printer:
     """Prints answers one after another: the first as it comes, the others when it is their turn."""
 
     def __init__(self, samples: list[_Sample], *, is_silent: bool) -> None:
-        self.pace = loading.TokenRate()
+        self.pace = answer_output.TokenRate()
         self._samples = samples
-        self._speech = loading.AnswerWriter()
+        self._speech = answer_output.AnswerWriter()
         self._is_silent = is_silent
         self._is_broken = False  # stdout is gone
         self._current = 0
@@ -255,7 +257,11 @@ class _Printer:
 
 
 def _summary(
-    samples: list[_Sample], bill: AnswerUsage | None, pace: loading.TokenRate, max_tokens: int | None, max_context: int
+    samples: list[_Sample],
+    bill: AnswerUsage | None,
+    pace: answer_output.TokenRate,
+    max_tokens: int | None,
+    max_context: int,
 ) -> str:
     cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
     parts = [f"{pace}{cached}"]
@@ -280,7 +286,7 @@ def _why_stopped(sample: _Sample, max_tokens: int | None, max_context: int) -> s
 
 
 def _document(
-    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: loading.TokenRate, *, has_logprobs: bool
+    name: str, samples: list[_Sample], bill: AnswerUsage | None, pace: answer_output.TokenRate, *, has_logprobs: bool
 ) -> dict[str, Any]:
     completions = [_completion(sample, has_logprobs=has_logprobs) for sample in samples]
     document = {"model": name, **completions[0]}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import options
 from quire.cli.remote import Server, plain, reach_server
 from quire.cli.sizes import memory_size
 
@@ -15,8 +15,8 @@ Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` li
 
 
 def ps(
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the models of a server: which are loaded, and what they hold."""
@@ -31,27 +31,27 @@ def ps(
         _print_table(entries)
 
 
-def load(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+def load(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Load a model into a server, and wait for it. Others may have to go for it."""
     _tell(_order(reach_server(server, api_key), "load", {"model": name}))
 
 
 def unload(
     name: Name,
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
     force: Annotated[bool, typer.Option("--force", help="Cut requests under way.")] = False,
 ) -> None:
     """Unload a model of a server, when its requests have ended. The next request loads it again."""
     _tell(_order(reach_server(server, api_key), "unload", {"model": name, "force": force}))
 
 
-def pin(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+def pin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Keep a model in memory, once it is there, whoever needs room."""
     _tell(_order(reach_server(server, api_key), "pin", {"model": name}))
 
 
-def unpin(name: Name, server: loading.ServerOption = None, api_key: loading.KeyOption = None) -> None:
+def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyOption = None) -> None:
     """Let a model go when room is needed."""
     _tell(_order(reach_server(server, api_key), "unpin", {"model": name}))
 

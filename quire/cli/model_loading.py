@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from quire.cli.chat_model import ChatModel, LocalModel
+from quire.cli.options import option_name, options_named
 from quire.cli.pull import download_bar
 from quire.cli.remote import choose_address, chosen_key, find_server
 from quire.errors import ModelNotFound, QuireError
@@ -19,14 +20,13 @@ from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-from quire.cli.options import _option, options_named
 
 
 def open_chat_model(
     model: str | None, settings: dict[str, Any], *, server: str | None, api_key: str | None, is_local: bool
 ) -> ChatModel:
     """A running server that has the model, or else the model itself. Settings of an engine mean one of our own."""
-    address = choose_address(server, is_local=is_local, engine_options=[_option(name) for name in settings])
+    address = choose_address(server, is_local=is_local, engine_options=[option_name(name) for name in settings])
     if address is not None:
         remote = find_server(address, model, chosen_key(api_key))
         if remote is not None:

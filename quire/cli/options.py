@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: their options, finding who answers, and writing answers as they come."""
+"""Options that several commands share, and the engine settings they become."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def options_named() -> Iterator[None]:
         message = str(error).removeprefix("prompts[0]: ")
         name = re.split(r"[^a-z_]", message, maxsplit=1)[0]
         if name in _FIELDS:
-            message = _option(name) + message[len(name) :]
+            message = option_name(name) + message[len(name) :]
         raise type(error)(message) from None
 
 
@@ -89,7 +89,7 @@ def check_answer(params: GenerationParams) -> None:
         raise InvalidRequest("max_tokens = 0 leaves no room for an answer")
 
 
-def _option(name: str) -> str:
+def option_name(name: str) -> str:
     return _TYPED.get(name, f"--{name.replace('_', '-')}")
 
 

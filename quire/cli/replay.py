@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import options
 from quire.cli.remote import Server, ServerError, note, reach_server
 from quire.cli.replay_report import Replayed, described, document, print_report
 from quire.errors import InvalidRequest, QuireError
@@ -43,8 +43,8 @@ def replay(
     base_ms: Annotated[float | None, typer.Option(help="Time of any step, instead of the measured one.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per token computed, instead of the measured.")] = None,
     context_us: Annotated[float | None, typer.Option(help="Time per KV token read, instead of the measured.")] = None,
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace that is played to this file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and write the trace, and send nothing.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,

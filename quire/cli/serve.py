@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
+from quire.cli.options import parse_bytes
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
@@ -114,14 +115,14 @@ def serve(
     max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
     num_blocks: Annotated[int | None, Opt(help="Blocks of KV cache, in place of --kv-memory.")] = None,
-    kv_memory: loading.MemoryOption = None,
+    kv_memory: options.MemoryOption = None,
     enable_prefix_caching: Annotated[bool, Opt(help="Reuse what was computed for an equal prefix.")] = True,
-    backend: loading.BackendOption = "auto",
-    precision: loading.PrecisionOption = "balanced",
-    dtype: loading.DtypeOption = "auto",
-    device: loading.DeviceOption = "auto",
-    load_format: loading.LoadFormatOption = "auto",
-    threads: loading.ThreadsOption = None,
+    backend: options.BackendOption = "auto",
+    precision: options.PrecisionOption = "balanced",
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    load_format: options.LoadFormatOption = "auto",
+    threads: options.ThreadsOption = None,
     scheduling_policy: Annotated[str, Opt(help=f"Order of service: {', '.join(POLICIES)}.")] = "fair",
     normal_share: Annotated[
         float | None, Opt(help=f"Share of tokens guaranteed to the tier normal, under fair: {NORMAL_SHARE:g}.")
@@ -211,7 +212,7 @@ def _serve(options: dict[str, Any]) -> None:
             ask_first_question(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
 
     bar = ExitStack()
-    progress = bar.enter_context(loading.loading_bar(config.models[0].names[0]))
+    progress = bar.enter_context(model_loading.loading_bar(config.models[0].names[0]))
     with bar, options_named():
         run(config, on_ready=on_ready, on_loading=progress)
 
@@ -231,7 +232,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         num_threads=options["threads"],
         block_size=options["block_size"],
         num_blocks=options["num_blocks"],
-        kv_bytes=None if kv_memory is None else loading.parse_bytes("--kv-memory", kv_memory),
+        kv_bytes=None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
         max_seqs=options["max_num_seqs"],
         max_context=options["max_model_len"],
         max_step_tokens=options["max_num_batched_tokens"],
@@ -246,7 +247,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     memory = options["memory"]
     draft = ServeConfig(
         models=list_models(options, engine),
-        memory_bytes=None if memory is None else loading.parse_bytes("--memory", memory),
+        memory_bytes=None if memory is None else parse_bytes("--memory", memory),
         host=options["host"],
         port=options["port"],
         api_keys=tuple(options["api_key"] or ()),
@@ -258,7 +259,7 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         max_queued_tokens=options["max_queued_tokens"],
         queue_timeout_s=options["queue_timeout"],
         drain_s=options["drain"],
-        max_body_bytes=loading.parse_bytes("--max-body-size", options["max_body_size"]),
+        max_body_bytes=parse_bytes("--max-body-size", options["max_body_size"]),
         body_timeout_s=options["body_timeout"],
         header_timeout_s=options["header_timeout"],
         slow_reader_s=options["slow_client_timeout"],

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import options as loading
+from quire.cli import model_loading, options
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
@@ -102,7 +102,7 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 
 def locate_all(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
     """Where they lie. What quire knows and is not here is fetched."""
-    return tuple(replace(model, path=loading.locate(str(model.path))) for model in models)
+    return tuple(replace(model, path=model_loading.locate(str(model.path))) for model in models)
 
 
 def _place(name: str) -> Path:
@@ -199,7 +199,7 @@ def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
     """What is not said of this model is what was said of all."""
     settings = {ENGINE_FIELDS[name]: value for name, value in given.items() if name in ENGINE_FIELDS}
     if isinstance(size := settings.get("kv_bytes"), str):
-        settings["kv_bytes"] = loading.parse_bytes("kv_memory =", size)
+        settings["kv_bytes"] = options.parse_bytes("kv_memory =", size)
     types = {field.name: field.type for field in fields(engine)}
     for name, value in settings.items():
         if types[name] == "str" and not isinstance(value, str):

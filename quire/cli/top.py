@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import options as loading
+from quire.cli import options
 from quire.cli.remote import PATIENT, Server, ServerError, choose_address, chosen_key, read_events
 from quire.errors import InvalidRequest, QuireError
 
@@ -28,8 +28,8 @@ Snapshot = dict[
 
 
 def top(
-    server: loading.ServerOption = None,
-    api_key: loading.KeyOption = None,
+    server: options.ServerOption = None,
+    api_key: options.KeyOption = None,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print snapshots as JSON, one a line.")] = False,

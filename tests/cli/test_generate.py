@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import options as loading
+from quire.cli import model_loading
 from quire.cli.answer_output import TokenRate
 from quire.cli.generate import read_grammar
 from quire.cli.main import app
@@ -33,7 +33,7 @@ ANSWER = "The capital of France is Paris."
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     llm = EchoLLM()
-    monkeypatch.setattr(loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
     return llm
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import options as loading
-from quire.cli import remote
+from quire.cli import model_loading, remote
 from quire.cli.main import app
 from quire.cli.remote import parse_url, read_events, request_body
 from quire.engine.params import GenerationParams
@@ -56,7 +55,7 @@ def server() -> Iterator[ScriptedServer]:
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
     """What answers where the model is loaded here: with the question."""
     llm = EchoLLM()
-    monkeypatch.setattr(loading, "open_llm", lambda _model, _settings: llm)
+    monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
     return llm
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from quire.backends.base import Capacity, RunnerFacts
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
-from quire.cli import options as loading
+from quire.cli.options import MemoryOption
 from quire.cli.serve import announce
 from quire.cli.serve_models import read_file
 from quire.engine.composition import EngineConfig
@@ -187,7 +187,7 @@ def test_the_start_says_why_the_pool_has_its_size(
 
 def test_the_default_pool_is_documented_where_it_is_met() -> None:
     share, most = f"{CPU_SHARE:.0%}".replace("%", " %"), CPU_CAP >> 30
-    option = get_args(loading.MemoryOption)[1]
+    option = get_args(MemoryOption)[1]
     assert f"{share} of free memory and at most {most}G on a CPU" in option.help
     for page in ("cpu.md", "serving.md"):
         text = (Path(__file__).parents[2] / "docs" / page).read_text()
