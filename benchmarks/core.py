@@ -117,8 +117,8 @@ def decoding(num_running: int, num_blocks: int, context: int = CONTEXT) -> Sched
     scheduler = Scheduler(
         KVCacheManager(num_blocks),
         Fair(),
-        max_seqs=num_running,
-        max_step_tokens=num_running + 65_536,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=num_running + 65_536,
         max_chunk_tokens=context,
     )
     for request_id in range(num_running):
@@ -146,7 +146,7 @@ def step_us(scheduler: Scheduler, num_steps: int) -> float:
 def waiting_us(crowd: int) -> float:
     """Median time of a step that computes a chunk of a prompt for which a crowd of siblings waits."""
     prompt = Random(3).choices(range(32_000), k=8_192)
-    scheduler = Scheduler(KVCacheManager(40_000), Fair(), max_seqs=crowd + 1, max_step_tokens=crowd + 513)
+    scheduler = Scheduler(KVCacheManager(40_000), Fair(), max_num_seqs=crowd + 1, max_num_batched_tokens=crowd + 513)
     for request_id in range(crowd + 1):
         scheduler.add(Request(request_id, prompt, SamplingParams(max_tokens=1)), now_ns=request_id)
     samples = []
@@ -161,7 +161,7 @@ def waiting_us(crowd: int) -> float:
 def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
     """Whole lives of requests that share nothing, one after the other: mean scheduler time per step."""
     random = Random(2)
-    scheduler = Scheduler(KVCacheManager(1024, is_caching=is_caching), Fair(), max_seqs=1)
+    scheduler = Scheduler(KVCacheManager(1024, is_caching=is_caching), Fair(), max_num_seqs=1)
     sampling = SamplingParams(max_tokens=num_decodes)
     prompts = [random.choices(range(32_000), k=CONTEXT) for _ in range(num_requests)]
     spent, steps = 0, 0

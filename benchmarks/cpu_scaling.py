@@ -43,7 +43,7 @@ def open_model(path: Path, num_threads: int, precision: str) -> NativeModel:
             Engine(num_threads),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            max_context=max(CONTEXTS) + BLOCK_SIZE,
+            max_model_len=max(CONTEXTS) + BLOCK_SIZE,
             precision=precision,
         )
     finally:

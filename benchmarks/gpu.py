@@ -227,7 +227,7 @@ class Bench:
     def _ready(self, shape: str) -> None:
         folder = self.folder / shape
         write_shape(shape, self.scale, folder)
-        found = gpu_ready.measure(folder, self.settings.device, self.scale.max_seqs, self.scale.max_context)
+        found = gpu_ready.measure(folder, self.settings.device, self.scale.max_num_seqs, self.scale.max_model_len)
         self.report.ready[shape] = found
         first_s = found["first_token_s"]
         note = ", ".join(f"{name.removesuffix('_s')} {value:.2f}" for name, value in found.items())

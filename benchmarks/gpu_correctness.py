@@ -73,7 +73,7 @@ def check_family(name: str, dtype: str, device: str, folder: Path) -> list[Check
         for has_graphs in (False, True):
             while has_graphs and rig.engine.runner.prepare():
                 pass
-            rig.reset(overlap=True, max_chunk_tokens=16, max_step_tokens=40)
+            rig.reset(overlap=True, max_chunk_tokens=16, max_num_batched_tokens=40)
             prompts = [_tokens(seed, length) for seed, length in enumerate(LENGTHS, 10)]
             ids = [rig.start(prompt, OUT) for prompt in prompts]
             answers = rig.run(*ids)
@@ -119,7 +119,7 @@ def check_masks(name: str, device: str, folder: Path) -> Check:
         try:
             while rig.engine.runner.prepare():
                 pass
-            rig.reset(overlap=True, max_chunk_tokens=16, max_step_tokens=40)
+            rig.reset(overlap=True, max_chunk_tokens=16, max_num_batched_tokens=40)
             ids = [
                 rig.start(_tokens(seed, length), OUT, matcher=None if seed % 2 else _Every(rig.vocab_size, 7))
                 for seed, length in enumerate(LENGTHS, 10)

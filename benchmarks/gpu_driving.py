@@ -33,9 +33,9 @@ class Settings:
             device=self.device,
             dtype="bfloat16",
             load_format="dummy",
-            max_seqs=scale.max_seqs,
-            max_context=scale.max_context,
-            max_step_tokens=self.step_tokens,
+            max_num_seqs=scale.max_num_seqs,
+            max_model_len=scale.max_model_len,
+            max_num_batched_tokens=self.step_tokens,
             max_chunk_tokens=self.chunk_tokens,
             kv_bytes=self.kv_bytes,
         )

@@ -23,7 +23,7 @@ PROMPT_TOKENS = 128
 WARM_UP_TOKENS = 8  # as the worker of a server does before it says that it is ready
 
 
-def measure(folder: Path, device: str, max_seqs: int, max_context: int) -> dict[str, float]:
+def measure(folder: Path, device: str, max_num_seqs: int, max_model_len: int) -> dict[str, float]:
     """Seconds since the start of the process: imported, loaded, ready, first token; and how graphs were captured."""
     root = Path(__file__).resolve().parents[1]
     with TemporaryDirectory() as cache:
@@ -34,7 +34,7 @@ def measure(folder: Path, device: str, max_seqs: int, max_context: int) -> dict[
             "CUDA_CACHE_PATH": f"{cache}/cuda",
         }
         started_s = time.perf_counter()
-        command = [sys.executable, __file__, str(folder), device, str(max_seqs), str(max_context)]
+        command = [sys.executable, __file__, str(folder), device, str(max_num_seqs), str(max_model_len)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         limit = threading.Timer(LIMIT_S, child.kill)
         limit.start()
@@ -58,7 +58,7 @@ def say(what: str, **values: float) -> None:
     print(json.dumps({"what": f"{what}_s", "values": values}), flush=True)
 
 
-def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
+def main(folder: str, device: str, max_num_seqs: str, max_model_len: str) -> None:
     logging.basicConfig(level=logging.INFO)  # says where the time goes
     from quire.core.request import SamplingParams
     from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
@@ -68,8 +68,8 @@ def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
         device=device,
         dtype="bfloat16",
         load_format="dummy",
-        max_seqs=int(max_seqs),
-        max_context=int(max_context),
+        max_num_seqs=int(max_num_seqs),
+        max_model_len=int(max_model_len),
     )
     import_backend(config)
     say("imported")
@@ -80,7 +80,7 @@ def main(folder: str, device: str, max_seqs: str, max_context: str) -> None:
     while spare.has_work:
         spare.step()
     say("ready")
-    num_tokens = min(PROMPT_TOKENS, int(max_context) // 2)
+    num_tokens = min(PROMPT_TOKENS, int(max_model_len) // 2)
     engine.add(1, [(7 * i) % 100 for i in range(num_tokens)], SamplingParams(temperature=0.6, seed=1, max_tokens=8))
     has_token = False
     while engine.has_work:

@@ -71,8 +71,8 @@ class Scale:
     """How large everything is: as the figures of others were measured, or small enough for a test on a CPU."""
 
     is_quick: bool = False
-    max_seqs: int = 256
-    max_context: int = 4096
+    max_num_seqs: int = 256
+    max_model_len: int = 4096
     a_requests: int = 256
     a_lengths: tuple[int, int] = (100, 1024)
     max_token: int = 10_000
@@ -93,8 +93,8 @@ class Scale:
 FULL = Scale()
 QUICK = Scale(
     is_quick=True,
-    max_seqs=8,
-    max_context=256,
+    max_num_seqs=8,
+    max_model_len=256,
     a_requests=8,
     a_lengths=(4, 24),
     max_token=299,

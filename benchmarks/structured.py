@@ -90,7 +90,7 @@ def main() -> None:
         engine = make_engine(path, EngineConfig(backend="fake"))
         measure_memory(open_grammars(path, "auto", engine.capacity.vocab_size), options.unique)
         return
-    engine = make_engine(path, EngineConfig(backend=options.backend, max_seqs=max(options.rows + 4, 8)))
+    engine = make_engine(path, EngineConfig(backend=options.backend, max_num_seqs=max(options.rows + 4, 8)))
     grammars = open_grammars(path, "auto", engine.capacity.vocab_size)
     if options.hostile:
         measure_hostile(engine, grammars, options.rows)

@@ -67,9 +67,9 @@ class Alone:
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "batched": {},
-    "in chunks of 13": {"max_chunk_tokens": 13, "max_step_tokens": 48},
+    "in chunks of 13": {"max_chunk_tokens": 13, "max_num_batched_tokens": 48},
     "with a step in flight": {"overlap": True},
-    "preempted": {"max_seqs": 4},
+    "preempted": {"max_num_seqs": 4},
 }
 
 
@@ -149,14 +149,14 @@ def _judge(outcome: Outcome, one: Alone, tokens: Sequence[int]) -> None:
 
 
 def make_prompts(text: ModelText, count: int) -> list[tuple[int, ...]]:
-    return [text.encode_chat(as_chat(question), text.spec.max_context) for question in questions(count)]
+    return [text.encode_chat(as_chat(question), text.spec.max_model_len) for question in questions(count)]
 
 
 def run_all(
     path: Path, backend: str, count: int, num_threads: int | None, tell: Callable[[str], None]
 ) -> list[Outcome]:
     text = ModelText.open(path)
-    rig = Rig(path, backend=backend, num_blocks=1500, max_seqs=16, max_waiting=10_000, num_threads=num_threads)
+    rig = Rig(path, backend=backend, num_blocks=1500, max_num_seqs=16, max_waiting=10_000, num_threads=num_threads)
     try:
         alone = answer_alone(rig, make_prompts(text, count), tell)
         outcomes = [compare(rig, alone, name, tell) for name in CONDITIONS]

@@ -73,7 +73,7 @@ class Passage:
 
 
 def text_passages(text: ModelText, windows: Sequence[int] = WINDOWS, *, has_rest: bool = True) -> Iterator[Passage]:
-    tokens = text.encode((DATA / "text.txt").read_text(encoding="ascii"), text.spec.max_context)
+    tokens = text.encode((DATA / "text.txt").read_text(encoding="ascii"), text.spec.max_model_len)
     first = 0
     for length in (*windows, len(tokens) - sum(windows)) if has_rest else windows:
         name = "text, windows of 512" if length <= min(windows) else "text, longer windows"
@@ -83,7 +83,7 @@ def text_passages(text: ModelText, windows: Sequence[int] = WINDOWS, *, has_rest
 
 def chat_prompts(text: ModelText) -> list[tuple[int, ...]]:
     lines = (DATA / "prompts.txt").read_text(encoding="ascii").splitlines()
-    return [text.encode_chat(as_chat(line), text.spec.max_context) for line in lines]
+    return [text.encode_chat(as_chat(line), text.spec.max_model_len) for line in lines]
 
 
 def chat_passages(prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[int]]) -> Iterator[Passage]:
@@ -111,7 +111,7 @@ class Reference:
             dtype="float32",
             num_threads=num_threads,
             num_blocks=160,
-            max_seqs=16,
+            max_num_seqs=16,
             is_caching=False,
         )
         self.engine = make_engine(path, config)
@@ -199,7 +199,7 @@ class Native:
         settings: dict[str, Any] = {} if precision is None else {"precision": precision}
         checkpoint = open_checkpoint(path)
         try:
-            config = EngineConfig(backend="native", num_threads=num_threads, max_seqs=1, **settings)
+            config = EngineConfig(backend="native", num_threads=num_threads, max_num_seqs=1, **settings)
             self._runner: Any = make_runner(checkpoint, config)
         finally:
             checkpoint.close()

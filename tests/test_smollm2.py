@@ -33,7 +33,7 @@ def text(default_model: Path) -> Iterator[ModelText]:
 
 @pytest.fixture(scope="module")
 def rig(default_model: Path) -> Iterator[Rig]:
-    rig = Rig(default_model, num_blocks=400, max_seqs=16)
+    rig = Rig(default_model, num_blocks=400, max_num_seqs=16)
     yield rig
     rig.engine.close()
 
@@ -52,7 +52,7 @@ def reference(default_model: Path) -> Any:
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
         vocab_size=spec.vocab_size,
-        max_position_embeddings=spec.max_context,
+        max_position_embeddings=spec.max_model_len,
         rms_norm_eps=spec.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
         tie_word_embeddings=True,
@@ -77,7 +77,7 @@ def distance(reference: Any, prompt: tuple[int, ...], answer: Answer) -> float:
 
 
 def chat(text: ModelText, question: str) -> tuple[int, ...]:
-    return text.encode_chat(as_chat(question), text.spec.max_context)
+    return text.encode_chat(as_chat(question), text.spec.max_model_len)
 
 
 def test_what_its_makers_recommend_is_the_default(text: ModelText) -> None:

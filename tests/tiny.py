@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, max_context: int = 4096) -> Path:
+def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) -> Path:
     """A llama of 2 layers and 64 wide, 4 heads on 2."""
     spec = byte_level_json()
     vocab_size = max(*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])) + 1
@@ -30,7 +30,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_context: int = 4096) ->
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": vocab_size,
-        "max_position_embeddings": max_context,
+        "max_position_embeddings": max_model_len,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,

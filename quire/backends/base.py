@@ -27,9 +27,11 @@ class BackendOptions:
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_bytes: int | None = None  # memory for the KV pool, where num_blocks is not given
-    max_seqs: int | None = None
-    max_context: int | None = None  # None: what the model was made for
-    max_step_tokens: int | None = None  # most tokens a step will bring, for backends that set memory aside for it
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None  # None: what the model was made for
+    max_num_batched_tokens: int | None = (
+        None  # most tokens a step will bring, for backends that set memory aside for it
+    )
     max_chunk_tokens: int | None = None
 
 
@@ -39,12 +41,12 @@ class Capacity:
 
     num_blocks: int  # the null block included
     block_size: int
-    max_seqs: int
-    max_context: int
+    max_num_seqs: int
+    max_model_len: int
     vocab_size: int
     has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
     has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
-    max_step_tokens: int = 2048  # what a step should hold at most, where nobody said otherwise
+    max_num_batched_tokens: int = 2048  # what a step should hold at most, where nobody said otherwise
     max_chunk_tokens: int = 512  # and of one prompt
 
 

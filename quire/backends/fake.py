@@ -89,15 +89,15 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     """The backend "fake": a model's vocabulary and limits, none of its weights. `device` says how long a step takes."""
     del progress  # there is nothing to load
     spec = checkpoint.spec
-    max_context = options.max_context or spec.max_context
-    if max_context > spec.max_context:
-        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
-    max_seqs = options.max_seqs or DEFAULT_MAX_SEQS
+    max_model_len = options.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     capacity = Capacity(
         num_blocks=options.num_blocks or NUM_BLOCKS,
         block_size=options.block_size,
-        max_seqs=max_seqs,
-        max_context=max_context,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
     )
     return FakeRunner(capacity, step_s=_step_time(options.device))
@@ -139,7 +139,7 @@ class FakeRunner:
         self._is_late = is_late
         self._random = Random(seed)
         self.memory = [[POISON] * capacity.block_size for _ in range(capacity.num_blocks)]
-        self._last_sample: list[int | None] = [None] * capacity.max_seqs
+        self._last_sample: list[int | None] = [None] * capacity.max_num_seqs
         self._forwarded: tuple[StepPlan, list[_Logits] | None] | None = None  # not sampled yet
         self._late: deque[tuple[StepPlan, TokenMasks | None]] = deque()  # not executed yet
         self._results: deque[StepResult] = deque()  # not collected yet
@@ -274,7 +274,7 @@ class FakeRunner:
                 raise InvariantViolation(f"a slice that does not say what to compute: {piece}")
             if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
                 raise InvariantViolation(f"a table that does not cover its slice: {piece}")
-            if piece.slot in slots or not 0 <= piece.slot < self._capacity.max_seqs:
+            if piece.slot in slots or not 0 <= piece.slot < self._capacity.max_num_seqs:
                 raise InvariantViolation(f"slot used twice or out of range: {piece}")
             slots.add(piece.slot)
             writes = table[piece.start // size :]

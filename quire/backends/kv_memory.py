@@ -20,7 +20,7 @@ DEFAULT_MAX_BLOCKS = 1 << 18
 class PoolRequest:
     options: BackendOptions
     block_bytes: int  # of one block over all layers
-    max_context: int
+    max_model_len: int
 
     def num_blocks_on_cpu(self) -> int:
         free = available_bytes()
@@ -49,7 +49,7 @@ class PoolRequest:
     def _default(self, free: int, budget: int) -> int:
         num_blocks = min(budget // self.block_bytes, DEFAULT_MAX_BLOCKS)
         num_tokens = max(num_blocks - 1, 0) * self.options.block_size
-        if num_tokens < min(MIN_POOL_TOKENS, self.max_context):
+        if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
             raise InvalidRequest(
                 f"kv_bytes: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a"
                 f" context of {num_tokens} tokens. Free some memory, or say how much to take"

@@ -46,7 +46,7 @@ class SaturatedSamples:
 
 
 def fairness_report(
-    max_seqs: int, idle: Sequence[Sample], backlog: BacklogSamples, saturated: SaturatedSamples
+    max_num_seqs: int, idle: Sequence[Sample], backlog: BacklogSamples, saturated: SaturatedSamples
 ) -> FairnessReport:
     idle_latency = latency(idle)
     in_backlog = _backlog_report(idle_latency, backlog)
@@ -55,7 +55,7 @@ def fairness_report(
     ratios = [window.ttft_ratio for window in in_backlog.windows]
     share = in_saturation.low_share
     return FairnessReport(
-        max_seqs=max_seqs,
+        max_num_seqs=max_num_seqs,
         idle=idle_latency,
         backlog=in_backlog,
         saturated=in_saturation,
@@ -74,8 +74,8 @@ def backlog_size(config: BenchConfig, idle: Sequence[Sample]) -> int:
     server could answer during the phase if rows of a batch cost nothing: each slot as fast as one request alone.
     """
     rate = latency(idle).decode_tokens_per_s or 0.0
-    num_answered = ceil(config.seconds * config.max_seqs * rate / config.output_tokens)
-    return max(2 * config.max_seqs, min(num_answered, MAX_BACKLOG))
+    num_answered = ceil(config.seconds * config.max_num_seqs * rate / config.output_tokens)
+    return max(2 * config.max_num_seqs, min(num_answered, MAX_BACKLOG))
 
 
 def latency(samples: Sequence[Sample]) -> Latency:

@@ -44,7 +44,7 @@ class BenchConfig:
     head_tokens: int = 1024  # what the prompts of the prefix demonstration have in common
     num_siblings: int = 8
     seconds: float = 45.0  # of HIGH beside a LOW backlog; half of it with both tiers saturated
-    max_seqs: int = 16  # requests in one step of the server whose fairness is measured
+    max_num_seqs: int = 16  # requests in one step of the server whose fairness is measured
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class BenchConfig:
             if part not in PARTS:
                 raise InvalidRequest(f"parts: {part!r} is not one of {', '.join(PARTS)}")
         lows = {"rounds": 1, "prompt_tokens": 1, "output_tokens": 2, "head_tokens": 1, "num_siblings": 2}
-        for name, low in (*lows.items(), ("max_seqs", 1)):
+        for name, low in (*lows.items(), ("max_num_seqs", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
@@ -205,7 +205,7 @@ class SaturatedReport:
 
 @dataclass(frozen=True, slots=True)
 class FairnessReport:
-    max_seqs: int
+    max_num_seqs: int
     idle: Latency
     backlog: BacklogReport
     saturated: SaturatedReport
@@ -225,8 +225,8 @@ class Setup:
     num_threads: int
     block_size: int
     num_blocks: int
-    max_seqs: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage:
 
 def _check_fits(engine: Engine, config: BenchConfig) -> None:
     """Refuse what could not run undisturbed: too long, or so much that requests would wait or be preempted."""
-    capacity, max_context = engine.capacity, engine.scheduler.max_context
+    capacity, max_model_len = engine.capacity, engine.scheduler.max_model_len
     if engine.has_work:
         raise InvalidRequest("engine: it has requests of its own; a benchmark needs it alone")
     longest = {
@@ -48,13 +48,13 @@ def _check_fits(engine: Engine, config: BenchConfig) -> None:
         "prefix": config.head_tokens + TAIL_TOKENS + LIVE_TOKENS,
     }
     for part, num_tokens in longest.items():
-        if part in config.parts and num_tokens > max_context:
-            raise InvalidRequest(f"{part} needs {num_tokens} tokens of context, and the model has {max_context}")
+        if part in config.parts and num_tokens > max_model_len:
+            raise InvalidRequest(f"{part} needs {num_tokens} tokens of context, and the model has {max_model_len}")
     if config.head_tokens % capacity.block_size:
         raise InvalidRequest(f"head_tokens = {config.head_tokens} is not a multiple of {capacity.block_size = }")
     most = max(config.batches, default=1) if "speedup" in config.parts else 1
-    if most > capacity.max_seqs:
-        raise InvalidRequest(f"clients = {most} is more than max_seqs = {capacity.max_seqs}")
+    if most > capacity.max_num_seqs:
+        raise InvalidRequest(f"clients = {most} is more than max_num_seqs = {capacity.max_num_seqs}")
     num_needed = most * (-(-longest["speedup"] // capacity.block_size) + 1)
     if "prefix" in config.parts:
         num_own = -(-(TAIL_TOKENS + LIVE_TOKENS) // capacity.block_size) + 2
@@ -73,6 +73,8 @@ def _setup(llm: LLM) -> Setup:
         num_threads=facts.num_threads,
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
-        max_seqs=capacity.max_seqs,
-        max_step_tokens=max(llm.config.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=max(
+            llm.config.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
+        ),
     )

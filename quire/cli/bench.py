@@ -51,7 +51,7 @@ _OPTIONS = {  # a field, as the library names it, and the option it came from
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
     **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
     "num_threads": "threads",
-    "max_seqs": "max_num_seqs",
+    "max_num_seqs": "max_num_seqs",
 }
 PLOT_NAME = "speedup.png"
 
@@ -72,7 +72,7 @@ def bench(
     ] = _DEFAULT.seconds,
     max_num_seqs: Annotated[
         int, typer.Option(help="Fairness: requests in one step of the server.")
-    ] = _DEFAULT.max_seqs,
+    ] = _DEFAULT.max_num_seqs,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU (all cores).")] = None,
     backend: options.BackendOption = "auto",
     precision: options.PrecisionOption = "balanced",
@@ -96,7 +96,7 @@ def bench(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             seconds=seconds,
-            max_seqs=max_num_seqs,
+            max_num_seqs=max_num_seqs,
             seed=seed,
         )
     if out is not None:
@@ -172,7 +172,7 @@ def _run(model: str | None, config: BenchConfig, settings: dict[str, Any]) -> Be
     from quire.engine.composition import EngineConfig
 
     begun_s = time.perf_counter()
-    EngineConfig(max_seqs=config.max_seqs, **settings)  # refuses what can never work
+    EngineConfig(max_num_seqs=config.max_num_seqs, **settings)  # refuses what can never work
     if "fairness" in config.parts:
         check_installed()
         model_loading.locate(model)  # fetched here, if need be, and not by the server
@@ -190,7 +190,7 @@ def _run_here(model: str | None, config: BenchConfig, settings: dict[str, Any], 
     from quire.engine.llm import LLM
 
     progress(Stage("loading the model", 0, 1))
-    with LLM(model, max_seqs=max(64, *config.clients), **settings) as llm:
+    with LLM(model, max_num_seqs=max(64, *config.clients), **settings) as llm:
         return run_bench(llm, config, progress)
 
 
@@ -349,7 +349,7 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
     backlog, both = fairness.backlog, fairness.saturated
     share = "-" if both.low_share is None else f"{both.low_share:.1%}"
     return (
-        f"`quire serve` with {fairness.max_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT} tokens"
+        f"`quire serve` with {fairness.max_num_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT} tokens"
         f" in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
         f" requests ({config.prompt_tokens} in, {config.output_tokens} out), which received"
         f" {backlog.low_tokens_per_s:.0f} tok/s, prompts included. Their TTFT p95 should be at most"

@@ -47,7 +47,7 @@ GRACE_S = 30.0  # for a HIGH request that is under way when its phase ends
 SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all begin at once
 POLL_S = 0.05
 PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
-_FLAGS = {"max_seqs": "--max-num-seqs", "num_threads": "--threads"}
+_FLAGS = {"max_num_seqs": "--max-num-seqs", "num_threads": "--threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,17 @@ def measure_fairness(model: str, config: BenchConfig, settings: Mapping[str, Any
         backlog = visit.backlog(backlog_size(config, idle))
         tell(3)
         saturated = visit.saturated()
-    return Fairness(visit.setup, fairness_report(config.max_seqs, idle, backlog, saturated))
+    return Fairness(visit.setup, fairness_report(config.max_num_seqs, idle, backlog, saturated))
 
 
 def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
     """Of `quire serve`. Nothing that this part sends may be refused or given up for having waited."""
-    found = {**settings, "max_seqs": config.max_seqs}
+    found = {**settings, "max_num_seqs": config.max_num_seqs}
     options: list[str] = []
     for name, value in found.items():
         if value is not None:
             options += [_FLAGS.get(name, f"--{name.replace('_', '-')}"), str(value)]
-    most = 2 * max(MAX_BACKLOG, 4 * config.max_seqs)
+    most = 2 * max(MAX_BACKLOG, 4 * config.max_num_seqs)
     most_tokens = most * max(config.prompt_tokens, HIGH_PROMPT)
     options += ["--max-queue", str(most), "--max-queued-tokens", str(most_tokens)]
     longest_s = 10 * config.seconds + 600
@@ -109,17 +109,17 @@ class _Visit:
                 num_threads=process.num_threads,
                 block_size=scheduling["block_size"],
                 num_blocks=scheduling["num_blocks"],
-                max_seqs=scheduling["max_seqs"],
-                max_step_tokens=scheduling["max_step_tokens"],
+                max_num_seqs=scheduling["max_num_seqs"],
+                max_num_batched_tokens=scheduling["max_num_batched_tokens"],
             )
-            max_context = scheduling["max_context"]
+            max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
             raise self._server.misspoke("no version or no tokens, but", (version, tokens)) from None
         self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
-        if longest > max_context:
-            raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_context}")
+        if longest > max_model_len:
+            raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_model_len}")
         self._asker = StreamClient(self._server, self.setup.model, token_ids, config.seed)
         self._random = Random(config.seed)
 
@@ -182,7 +182,7 @@ class _Visit:
         return BacklogSamples(config.seconds, num_low, high, low_tokens / passed_s, client_cpu)
 
     def saturated(self) -> SaturatedSamples:
-        num_each, seconds = 2 * self._config.max_seqs, self._config.seconds / 2
+        num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
         high, low = (Load(self._asker, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
         with _running(high, low):
             self._sleep(seconds * SETTLE_SHARE, high, low)

@@ -63,7 +63,7 @@ def chat(
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
     threads: options.ThreadsOption = None,
-    max_context: options.ContextOption = None,
+    max_model_len: options.ContextOption = None,
     kv_memory: options.MemoryOption = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists what else can be typed."""
@@ -90,7 +90,7 @@ def chat(
         device=device,
         load_format=load_format,
         threads=threads,
-        max_context=max_context,
+        max_model_len=max_model_len,
         kv_memory=kv_memory,
     )
     with closing(
@@ -118,7 +118,9 @@ class Repl:
         if sys.stdin.isatty():
             with suppress(ImportError):  # not on every system
                 import readline  # noqa: F401  # gives `input` its editing and its history
-            typer.echo(f"{self.speaker.name}, {self.speaker.max_context} tokens of context. /help for help.", err=True)
+            typer.echo(
+                f"{self.speaker.name}, {self.speaker.max_model_len} tokens of context. /help for help.", err=True
+            )
         for text in read_messages():
             self._obey(text)
             if self._is_over:
@@ -202,7 +204,7 @@ class Repl:
         if turn.pace.num_tokens == self.params.max_tokens:
             _complain(f"stopped at max_tokens = {self.params.max_tokens}{when}; /set max_tokens N changes it")
         else:
-            size = self.speaker.max_context
+            size = self.speaker.max_model_len
             _complain(f"stopped{when}: the context of {size} tokens is full. /reset forgets the conversation")
 
     # Commands
@@ -250,7 +252,7 @@ class Repl:
         else:
             self._speech.say(f"last answer: {self._last}\n")
         num_turns = sum(message["role"] == "user" for message in self.messages)
-        self._speech.say(f"conversation: {num_turns} turns, {self.speaker.max_context} tokens of context\n")
+        self._speech.say(f"conversation: {num_turns} turns, {self.speaker.max_model_len} tokens of context\n")
         try:
             cache = self.speaker.cache_stats()
         except QuireError as error:

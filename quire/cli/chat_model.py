@@ -49,7 +49,7 @@ class ChatModel(Protocol):
     """A callback and no iterator: an LLM gives the exact bill only where it drives the whole answer itself."""
 
     name: str  # of the model
-    max_context: int
+    max_model_len: int
     has_template: bool
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:
@@ -69,7 +69,7 @@ class LocalModel:
     def __init__(self, llm: LLM, name: str) -> None:
         self.llm = llm
         self.name = name
-        self.max_context = llm.max_context
+        self.max_model_len = llm.max_model_len
         self.has_template = llm.text.template.exists
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage:
@@ -104,7 +104,7 @@ class LocalModel:
         if isinstance(ask, str) or text.template.reasoning is None:
             return [PlainAnswer() for _ in range(num_samples)]
         chat = as_chat([dict(message) for message in ask])
-        prompt = text.encode_chat(chat, self.llm.max_context)
+        prompt = text.encode_chat(chat, self.llm.max_model_len)
         return [text.new_parser(chat, prompt) for _ in range(num_samples)]
 
     def cache_stats(self) -> CacheStats:

@@ -54,7 +54,7 @@ def generate(
     device: options.DeviceOption = None,
     load_format: options.LoadFormatOption = None,
     threads: options.ThreadsOption = None,
-    max_context: options.ContextOption = None,
+    max_model_len: options.ContextOption = None,
     kv_memory: options.MemoryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
 ) -> None:
@@ -83,7 +83,7 @@ def generate(
     ask = read_ask(prompt, system, is_raw=raw)
     settings = options.engine_settings(
         backend=backend, precision=precision, dtype=dtype, device=device, load_format=load_format,
-        threads=threads, max_context=max_context, kv_memory=kv_memory,
+        threads=threads, max_model_len=max_model_len, kv_memory=kv_memory,
     )  # fmt: skip
     with closing(
         model_loading.open_chat_model(model, settings, server=server, api_key=api_key, is_local=local)
@@ -185,10 +185,10 @@ def _answer(speaker: ChatModel, ask: ChatInput, params: GenerationParams, *, as_
         document = _document(speaker.name, samples, bill, printer.pace, has_logprobs=has_logprobs)
         typer.echo(json.dumps(document, ensure_ascii=False))
     elif sys.stderr.isatty():
-        typer.echo(_summary(samples, bill, printer.pace, params.max_tokens, speaker.max_context), err=True)
+        typer.echo(_summary(samples, bill, printer.pace, params.max_tokens, speaker.max_model_len), err=True)
     elif cuts := [sample for sample in samples if sample.end is not None and sample.end.finish_reason == "length"]:
         # a pipe has no use for the figures, but who reads it may take half an answer for a whole one
-        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, speaker.max_context)}: the answer is cut", err=True)
+        typer.echo(f"{_why_stopped(cuts[0], params.max_tokens, speaker.max_model_len)}: the answer is cut", err=True)
 
 
 @dataclass(slots=True)
@@ -261,28 +261,28 @@ def _summary(
     bill: AnswerUsage | None,
     pace: answer_output.TokenRate,
     max_tokens: int | None,
-    max_context: int,
+    max_model_len: int,
 ) -> str:
     cached = "" if bill is None else f", {bill.cached_tokens} of {bill.prompt_tokens} prompt tokens cached"
     parts = [f"{pace}{cached}"]
     for sample in samples:
-        said = _why_stopped(sample, max_tokens, max_context)
+        said = _why_stopped(sample, max_tokens, max_model_len)
         if said and said not in parts:
             parts.append(said)
     return "; ".join(parts)
 
 
-def _why_stopped(sample: _Sample, max_tokens: int | None, max_context: int) -> str:
+def _why_stopped(sample: _Sample, max_tokens: int | None, max_model_len: int) -> str:
     """Nothing, if the model ended its answer itself."""
     if sample.end is not None and sample.end.stop is not None:
         return f"stopped at --stop {sample.end.stop!r}"
     if sample.end is None or sample.end.finish_reason != "length":
         return ""
     if sample.num_tokens is None:
-        return f"stopped at --max-tokens {max_tokens}, or at the end of the context, {max_context} tokens"
+        return f"stopped at --max-tokens {max_tokens}, or at the end of the context, {max_model_len} tokens"
     if sample.num_tokens == max_tokens:
         return f"stopped at --max-tokens {max_tokens}"
-    return f"stopped at the end of the context, {max_context} tokens"
+    return f"stopped at the end of the context, {max_model_len} tokens"
 
 
 def _document(

@@ -66,7 +66,7 @@ _TYPED = {"kv_bytes": "--kv-memory", "num_threads": "--threads"}
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("backend", "precision", "dtype", "device", "load_format", "num_threads", "max_context", "kv_bytes"),
+    *("backend", "precision", "dtype", "device", "load_format", "num_threads", "max_model_len", "kv_bytes"),
 }
 
 
@@ -101,7 +101,7 @@ def engine_settings(
     device: str | None,
     load_format: str | None,
     threads: int | None,
-    max_context: int | None,
+    max_model_len: int | None,
     kv_memory: str | None,
 ) -> dict[str, Any]:
     """Those that were given, refused here if they can never work: before anything is fetched or loaded."""
@@ -112,7 +112,7 @@ def engine_settings(
         "device": device,
         "load_format": load_format,
         "num_threads": threads,
-        "max_context": max_context,
+        "max_model_len": max_model_len,
         "kv_bytes": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
     }
     settings = {name: value for name, value in given.items() if value is not None}

@@ -110,7 +110,7 @@ def find_server(address: Address, model: str | None, api_key: str | None) -> Rem
     server = Server(address.url, api_key, PATIENT if address.is_named else QUICK)
     try:
         server.wait_until_ready()
-        name, max_context = server.find_model(model)
+        name, max_model_len = server.find_model(model)
     except NotThere:
         if address.is_named:
             raise
@@ -121,7 +121,7 @@ def find_server(address: Address, model: str | None, api_key: str | None) -> Rem
         note(f"{error}. Loading the model here")
         return None
     note(f"using {name} on {address.url}")
-    return RemoteModel(server, name, max_context)
+    return RemoteModel(server, name, max_model_len)
 
 
 def reach_server(server: str | None, api_key: str | None) -> Server:
@@ -319,9 +319,9 @@ class RemoteModel:
 
     has_template = True  # a server says itself what it lacks
 
-    def __init__(self, server: Server, name: str, max_context: int) -> None:
+    def __init__(self, server: Server, name: str, max_model_len: int) -> None:
         self.name = name
-        self.max_context = max_context
+        self.max_model_len = max_model_len
         self._server = server
 
     def answer(self, ask: ChatInput, params: GenerationParams, take: Take) -> AnswerUsage | None:

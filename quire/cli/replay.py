@@ -177,8 +177,8 @@ def _step_times(player: ReplayClient, config: SimConfig, given: dict[str, float 
 
 def _probes(player: ReplayClient, config: SimConfig) -> list[Probe]:
     """Short and long prompts, with and without answers, alone and in company: what tells the unknowns apart."""
-    room = min(config.max_context or 1 << 30, (config.num_blocks - 1) * config.block_size)
-    long, answer, company = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_seqs)
+    room = min(config.max_model_len or 1 << 30, (config.num_blocks - 1) * config.block_size)
+    long, answer, company = min(LONG_PROBE, room // 2), min(33, room // 4), min(8, config.max_num_seqs)
     short = min(8, room // 4)
     shapes = [(short, 1, 1), (short, answer, 1), (long, 1, 1), (long, answer, 1), (short, answer, company)]
     probes: list[Probe] = []

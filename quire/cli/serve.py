@@ -38,9 +38,9 @@ OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
 FLAGS = {
     "num_threads": "--threads",
     "kv_bytes": "--kv-memory",
-    "max_seqs": "--max-num-seqs",
-    "max_context": "--max-model-len",
-    "max_step_tokens": "--max-num-batched-tokens",
+    "max_num_seqs": "--max-num-seqs",
+    "max_model_len": "--max-model-len",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
     "policy": "--scheduling-policy",
     "patience_s": "--patience",
     "normal_share": "--normal-share",
@@ -233,9 +233,9 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
         block_size=options["block_size"],
         num_blocks=options["num_blocks"],
         kv_bytes=None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
-        max_seqs=options["max_num_seqs"],
-        max_context=options["max_model_len"],
-        max_step_tokens=options["max_num_batched_tokens"],
+        max_num_seqs=options["max_num_seqs"],
+        max_model_len=options["max_model_len"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
         max_chunk_tokens=options["max_chunk_tokens"],
         max_waiting=max(4096, 32 * options["max_queue"]),
         policy=options["scheduling_policy"],
@@ -293,7 +293,7 @@ def announce(startup: Startup) -> None:
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
         f"  memory     weights {memory_size(ready.weight_bytes)},"
         f" KV cache {memory_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
-        f"  takes      {capacity.max_seqs} requests at once, up to {ready.max_context:,} tokens each;"
+        f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
         f"  started    in {startup.timings_s['all']:.1f} s: {parts}",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Of one model in the file -> a field of EngineConfig.
 ENGINE_FIELDS = {
-    "max_model_len": "max_context",
+    "max_model_len": "max_model_len",
     "num_blocks": "num_blocks",
     "kv_memory": "kv_bytes",
     "dtype": "dtype",
@@ -29,7 +29,7 @@ ENGINE_FIELDS = {
     "load_format": "load_format",
     "device": "device",
     "threads": "num_threads",
-    "max_num_seqs": "max_seqs",
+    "max_num_seqs": "max_num_seqs",
 }
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile")  # options that are paths and nothing else
 

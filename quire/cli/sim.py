@@ -64,10 +64,12 @@ def sim(
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
-    max_seqs: Annotated[
+    max_num_seqs: Annotated[
         int, typer.Option("--max-seqs", "--max-num-seqs", help="Most requests running at once.")
-    ] = _DEFAULT.max_seqs,
-    max_step_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = _DEFAULT.max_step_tokens,
+    ] = _DEFAULT.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens in one step.")
+    ] = _DEFAULT.max_num_batched_tokens,
     max_chunk_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
@@ -89,8 +91,8 @@ def sim(
         low_share=low_share,
         has_costly_rows=device.has_costly_rows,
         block_size=block_size,
-        max_seqs=max_seqs,
-        max_step_tokens=max_step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=max_chunk_tokens,
         max_waiting=max_waiting,
         is_caching=cache,

@@ -129,7 +129,7 @@ class Admission:
         is_entitled = any(self._may_preempt(request, running, step) for running in self._running)
         num_kept = 0
         if not is_entitled:
-            num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_seqs // 2)
+            num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_num_seqs // 2)
         # A request of a tier that is owed waits for a slot: what is free is for it, and others have to preempt.
         may_take_free = step.closed_from is None
         while True:
@@ -167,7 +167,7 @@ class Admission:
 
     def _may_lose_slot(self, victim: Request) -> bool:
         """Whether its tier holds more slots than it keeps."""
-        num_kept = self._policy.num_slots_kept(victim.priority, self._running.max_seqs)
+        num_kept = self._policy.num_slots_kept(victim.priority, self._running.max_num_seqs)
         return self._running.counts[victim.priority] > num_kept
 
     def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:

@@ -115,7 +115,7 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
             if num_seen >= size:
                 num_seen = 0
                 yield
-    if sorted(slots) != list(range(scheduler.running.max_seqs)):
+    if sorted(slots) != list(range(scheduler.running.max_num_seqs)):
         _fail(f"slots are not each free or held once: {sorted(slots)}")
     order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):

@@ -62,7 +62,7 @@ class KVCacheManager:
         self._num_adoptions = 0
 
     @property
-    def max_context(self) -> int:
+    def max_model_len(self) -> int:
         """The longest context the whole pool could hold."""
         return self.pool.num_usable * self.block_size
 
@@ -109,15 +109,15 @@ class KVCacheManager:
             num_revived += not hit.tail.ref_count
         return num_new + num_revived - len(self.pool.free)
 
-    def check_fits(self, num_prompt_tokens: int, max_context: int) -> None:
+    def check_fits(self, num_prompt_tokens: int, max_model_len: int) -> None:
         """Refuse what can never run, however empty the pool is."""
-        if num_prompt_tokens + 1 > max_context:
+        if num_prompt_tokens + 1 > max_model_len:
             why = ""
-            if max_context == self.max_context:
+            if max_model_len == self.max_model_len:
                 why = f" (all the KV pool holds: {self.pool.num_usable} blocks of {self.block_size})"
             raise ContextTooLong(
                 f"prompt of {num_prompt_tokens} tokens and one to generate exceed"
-                f" the context of {max_context} tokens{why}"
+                f" the context of {max_model_len} tokens{why}"
             )
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:

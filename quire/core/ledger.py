@@ -99,7 +99,7 @@ class Ledger(Protocol):
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
         """A tenant has these tokens, one for each of its decodes, that no turn gave."""
 
-    def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None:
+    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None:
         """`short`: tiers that wanted more than they got."""
 
 
@@ -132,7 +132,7 @@ class OpenLedger:
 
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None: ...
 
-    def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None: ...
+    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None: ...
 
 
 class FairLedger:
@@ -164,14 +164,16 @@ class FairLedger:
     def rationed(self) -> Collection[Priority]:
         return self._rationed
 
-    def service_bound(self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_step_tokens: int) -> int:
+    def service_bound(
+        self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_num_batched_tokens: int
+    ) -> int:
         """The starvation bound: tokens computed for all tiers together before a waiting request starts.
 
         `tokens_ahead`: what its own tier computes before it, itself included. `drain_tokens`: what the requests that
         hold slots and blocks when its turn comes may compute before they give them back. A debt is at most one step.
         """
         share = self.shares.get(priority, UNITS - sum(self.shares.values()))
-        return -(-(tokens_ahead + 2 * max_step_tokens) * UNITS // share) + drain_tokens
+        return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens
 
     # One step
 
@@ -262,7 +264,7 @@ class FairLedger:
         self._served[priority] += num_tokens
         self.clocks[priority].charge(tenant, num_tokens)
 
-    def end_step(self, short: Collection[Priority], max_step_tokens: int) -> None:
+    def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None:
         self._keep_spare()
         total = sum(self._served.values())
         for priority in self.credits:
@@ -279,7 +281,7 @@ class FairLedger:
                 changed = min(credit + gain, 0)
             if priority not in short:
                 changed = min(changed, 0)
-            most = max_step_tokens * UNITS
+            most = max_num_batched_tokens * UNITS
             self.credits[priority] = max(-most, min(changed, most))
         for priority, clock in self.clocks.items():
             clock.end_step(is_short=priority in short)

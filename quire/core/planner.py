@@ -35,13 +35,13 @@ class Planner:
         running: RunningSet,
         waiting: WaitingQueue,
         *,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         max_chunk_tokens: int,
         observe: Observer = ignore,
     ) -> None:
-        if max_step_tokens < running.max_seqs:
+        if max_num_batched_tokens < running.max_num_seqs:
             raise InvalidRequest(
-                f"{max_step_tokens = } is less than max_seqs = {running.max_seqs}: every running request needs a token"
+                f"{max_num_batched_tokens = } is less than max_num_seqs = {running.max_num_seqs}: every running request needs a token"
             )
         if max_chunk_tokens < 1:
             raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")
@@ -50,7 +50,7 @@ class Planner:
         self._ledger: Ledger = policy.ledger
         self._running = running
         self._waiting = waiting
-        self.max_step_tokens = max_step_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self._num_steps = 0
@@ -58,7 +58,7 @@ class Planner:
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
         """Decide one step. Requests are admitted, preempted and advanced accordingly."""
-        step = StepDraft(now_ns, self.max_step_tokens - len(self._running), has_in_flight=has_in_flight)
+        step = StepDraft(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
         self._waiting.unpark(self._admission.can_share)
         self._begin(step)
@@ -117,7 +117,7 @@ class Planner:
         for tier in TIERS:
             if self._waiting.num_ready(tier):
                 step.short.add(tier)
-        self._ledger.end_step(step.short, self.max_step_tokens)
+        self._ledger.end_step(step.short, self.max_num_batched_tokens)
 
     @staticmethod
     def _num_wanted(request: Request) -> int:
@@ -127,7 +127,7 @@ class Planner:
     # Turns: running requests that want more tokens, and waiting ones
 
     def _take_turn(self, step: StepDraft, turn: Turn) -> None:
-        left = self.max_step_tokens if turn.max_tokens is None else turn.max_tokens
+        left = self.max_num_batched_tokens if turn.max_tokens is None else turn.max_tokens
         left_ns = turn.max_ns
         wanting = self._wanting(step, turn)
         while left > 0:
@@ -275,7 +275,7 @@ class Planner:
         requests, step.left_out = step.left_out, []
         for request in requests:
             if request.state is RequestState.RUNNING:
-                self._give(step, request, self.max_step_tokens)
+                self._give(step, request, self.max_num_batched_tokens)
                 self._plan(step, request)
 
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:

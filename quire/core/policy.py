@@ -37,7 +37,7 @@ class Policy(Protocol):
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         """Whether a waiting request may take the slot and the blocks of a running one."""
 
-    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:
+    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """How many slots a tier keeps when a request of a higher tier waits for one."""
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
@@ -69,10 +69,10 @@ class Fair:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
 
-    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:
+    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """Its share of them. Otherwise each request that was admitted because its tier was owed would be preempted as
         soon as its prompt had used up the credit, and most of the share would go into computing tails again."""
-        return self._ledger.shares.get(priority, 0) * max_seqs // UNITS
+        return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         """A higher tier, or in its own tier a tenant that is served no later than its own."""
@@ -118,7 +118,7 @@ class Aging:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
-    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:  # noqa: ARG002
+    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
         return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
@@ -148,7 +148,7 @@ class Fcfs:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return False
 
-    def num_slots_kept(self, priority: Priority, max_seqs: int) -> int:  # noqa: ARG002
+    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
         return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:

@@ -19,15 +19,15 @@ class RunningSet:
     The order is constant, because nobody ages while running. The last in it is the first to be preempted.
     """
 
-    def __init__(self, max_seqs: int, cache: KVCacheManager) -> None:
-        if max_seqs < 1:
-            raise InvalidRequest(f"{max_seqs = } is less than 1")
-        self.max_seqs = max_seqs
+    def __init__(self, max_num_seqs: int, cache: KVCacheManager) -> None:
+        if max_num_seqs < 1:
+            raise InvalidRequest(f"{max_num_seqs = } is less than 1")
+        self.max_num_seqs = max_num_seqs
         self.requests: list[Request] = []
         self.prompts: dict[int, Request] = {}  # by id: those whose known tokens are not all computed
         self.counts = [0] * len(Priority)  # of each tier
         self._cache = cache
-        self._free_slots = list(range(max_seqs - 1, -1, -1))
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
 
     def __len__(self) -> int:

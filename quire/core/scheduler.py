@@ -34,29 +34,29 @@ class Scheduler:
         cache: KVCacheManager,
         policy: Policy,
         *,
-        max_seqs: int = 256,
-        max_step_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
         max_chunk_tokens: int = 512,
-        max_context: int | None = None,
+        max_model_len: int | None = None,
         max_waiting: int = 4096,
         observe: Observer = ignore,
     ) -> None:
         self.cache = cache
         self.policy = policy
-        if max_context is not None and max_context < 2:
-            raise InvalidRequest(f"{max_context = } is less than 2: a prompt token and one to generate")
-        self.max_context = cache.max_context if max_context is None else min(max_context, cache.max_context)
+        if max_model_len is not None and max_model_len < 2:
+            raise InvalidRequest(f"{max_model_len = } is less than 2: a prompt token and one to generate")
+        self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
         self._observe = observe
         self._requests: dict[int, Request] = {}  # alive, by id
         self.requests = MappingProxyType(self._requests)  # all that run or wait, by id: a view
-        self._running = RunningSet(max_seqs, cache)
+        self._running = RunningSet(max_num_seqs, cache)
         self._waiting = WaitingQueue(policy.make_lane, max_waiting)
         self._planner = Planner(
             cache,
             policy,
             self._running,
             self._waiting,
-            max_step_tokens=max_step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             observe=observe,
         )
@@ -99,7 +99,7 @@ class Scheduler:
                 raise Draining("the scheduler is draining and takes no new requests")
             if request.state is not RequestState.NEW or request.request_id in self._requests:
                 raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
-            self.cache.check_fits(request.num_prompt_tokens, self.max_context)
+            self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
             self._waiting.check_room()
         except QuireError as error:
             self._observe(Refused(request.request_id, type(error).__name__))
@@ -110,8 +110,8 @@ class Scheduler:
         request.epoch = self._num_arrived << 32  # unique, even if an id is used again while old results are under way
         request.arrived_ns = request.enqueued_ns = self._now_ns
         request.state = RequestState.WAITING
-        max_tokens = request.sampling.max_tokens or self.max_context
-        request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_context)
+        max_tokens = request.sampling.max_tokens or self.max_model_len
+        request.token_limit = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
         self._requests[request.request_id] = request
         self.policy.ledger.arrive(request)
         self._waiting.push(request)

@@ -17,7 +17,7 @@ class SeqSlice(NamedTuple):
 
     request_id: int
     epoch: int  # a result that comes back for an old epoch is dropped
-    slot: int  # row in [0, max_seqs), held from admission to release
+    slot: int  # row in [0, max_num_seqs), held from admission to release
     tokens: Sequence[int]  # to compute now; empty means "your own last sample for this slot"
     start: int  # KV of [0, start) is in the blocks already
     length: int  # how many tokens this slice computes, at least 1

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 DEVICES = ("auto", "cpu", "cuda")
 LIMITS = {
     "block_size": 1024,
-    "max_seqs": 4096,
-    "max_step_tokens": 1 << 20,
+    "max_num_seqs": 4096,
+    "max_num_batched_tokens": 1 << 20,
     "max_chunk_tokens": 1 << 20,
     "max_waiting": 1 << 24,
 }
-CHOSEN = ("max_seqs", "max_step_tokens", "max_chunk_tokens")  # by the backend, if they are not given
+CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # by the backend, if they are not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Scheduling:
     low_share: float | None
     num_blocks: int  # the null block included
     block_size: int
-    max_seqs: int
-    max_context: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
     max_chunk_tokens: int
     max_waiting: int
     is_caching: bool
@@ -74,9 +74,9 @@ class EngineConfig:
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_bytes: int | None = None
-    max_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
-    max_context: int | None = None
-    max_step_tokens: int | None = None
+    max_num_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
     max_waiting: int = 4096
     policy: str = "fair"
@@ -95,7 +95,7 @@ class EngineConfig:
         make_policy(self.policy, self.patience_s, self.normal_share, self.low_share)  # refuses what cannot be
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-        for name, low in (("num_threads", 1), ("num_blocks", 2), ("kv_bytes", 1), ("max_context", 2)):
+        for name, low in (("num_threads", 1), ("num_blocks", 2), ("kv_bytes", 1), ("max_model_len", 2)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
@@ -117,9 +117,11 @@ class EngineConfig:
             low_share=self.low_share,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
-            max_seqs=capacity.max_seqs,
-            max_context=capacity.max_context,
-            max_step_tokens=max(self.max_step_tokens or capacity.max_step_tokens, capacity.max_seqs),
+            max_num_seqs=capacity.max_num_seqs,
+            max_model_len=capacity.max_model_len,
+            max_num_batched_tokens=max(
+                self.max_num_batched_tokens or capacity.max_num_batched_tokens, capacity.max_num_seqs
+            ),
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
             max_waiting=self.max_waiting,
             is_caching=self.is_caching,
@@ -206,10 +208,10 @@ def make_scheduler(
     return Scheduler(
         cache,
         policy,
-        max_seqs=given.max_seqs,
-        max_step_tokens=given.max_step_tokens,
+        max_num_seqs=given.max_num_seqs,
+        max_num_batched_tokens=given.max_num_batched_tokens,
         max_chunk_tokens=given.max_chunk_tokens,
-        max_context=given.max_context,
+        max_model_len=given.max_model_len,
         max_waiting=given.max_waiting,
         observe=observe,
     )

@@ -259,7 +259,7 @@ class Engine:
         Returns the prompt, checked: `add` need not do it again.
         """
         prompt = PackedPrompt.of(prompt)
-        self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_context)
+        self.scheduler.cache.check_fits(len(prompt), self.scheduler.max_model_len)
         for name, largest in (
             ("prompt", prompt.largest),
             ("logit_bias", max(sampling.logit_bias, default=0)),

@@ -48,7 +48,7 @@ class LLM:
         except BaseException:
             self.text.close()
             raise
-        self.max_context = self.engine.scheduler.max_context
+        self.max_model_len = self.engine.scheduler.max_model_len
         words = self.text.tokenizer, self.text.eos_token_ids
         self.grammars = Grammars(lambda: words, self.engine.capacity.vocab_size)
         self._num_requests = 0
@@ -80,7 +80,7 @@ class LLM:
         """Answer each conversation through the model's chat template. A string is one message of a user."""
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
         requests = [
-            self.text.request(self.text.encode_chat(chat, self.max_context), chosen, chat=chat)
+            self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
         return self._run(requests, on_output)
@@ -121,7 +121,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self.text.encode(prompt, self.max_context)
+            return self.text.encode(prompt, self.max_model_len)
         if not isinstance(prompt, list | tuple | range):
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)

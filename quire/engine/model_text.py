@@ -60,34 +60,34 @@ class ModelText:
         finally:
             checkpoint.close()
 
-    def encode(self, text: str, max_context: int, *, add_special: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str, max_model_len: int, *, add_special: bool = True) -> tuple[int, ...]:
         """A raw prompt. Control strings in it are control tokens: it is the caller's whole prompt."""
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt = {text!r:.80} is not text")
-        limit = MAX_CHARS_PER_TOKEN * max_context
+        limit = MAX_CHARS_PER_TOKEN * max_model_len
         if len(text) > limit:
             raise ContextTooLong(
                 f"prompt of {len(text)} characters is more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_context} tokens of context"
+                f" {max_model_len} tokens of context"
             )
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
-    def encode_chat(self, chat: ChatRequest, max_context: int) -> tuple[int, ...]:
-        self._check_size(chat, max_context)
+    def encode_chat(self, chat: ChatRequest, max_model_len: int) -> tuple[int, ...]:
+        self._check_size(chat, max_model_len)
         return tuple(self.template.encode(chat))
 
-    def render_chat(self, chat: ChatRequest, max_context: int) -> str:
+    def render_chat(self, chat: ChatRequest, max_model_len: int) -> str:
         """The prompt as text, to look at: control strings that people wrote look like the template's own in it."""
-        self._check_size(chat, max_context)
+        self._check_size(chat, max_model_len)
         return self.template.render(chat)
 
-    def _check_size(self, chat: ChatRequest, max_context: int) -> None:
+    def _check_size(self, chat: ChatRequest, max_model_len: int) -> None:
         """Before it is rendered, which takes time."""
-        limit = MAX_CHARS_PER_TOKEN * max_context
+        limit = MAX_CHARS_PER_TOKEN * max_model_len
         if chat.num_chars > limit:
             raise ContextTooLong(
                 f"messages of {chat.num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_context} tokens of context"
+                f" {max_model_len} tokens of context"
             )
 
     def request(

@@ -83,8 +83,8 @@ class ModelService:
         return self.names[0]
 
     @property
-    def max_context(self) -> int:
-        return self.client.max_context
+    def max_model_len(self) -> int:
+        return self.client.max_model_len
 
     @property
     def num_open(self) -> int:
@@ -205,9 +205,9 @@ class ModelService:
         self._is_idle.clear()
         try:
             if isinstance(prompt, str):
-                encode = partial(self.text.encode, prompt, self.max_context, add_special=add_special)
+                encode = partial(self.text.encode, prompt, self.max_model_len, add_special=add_special)
                 return await loop.run_in_executor(self._encoders, encode)
-            return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_context)
+            return await loop.run_in_executor(self._encoders, self.text.encode_chat, prompt, self.max_model_len)
         finally:
             self._num_encoding -= 1
             self._note_idle()
@@ -216,9 +216,9 @@ class ModelService:
         self, request: InferenceRequest, prompt: Prompt, priority: Priority, salt: str, owner: str
     ) -> GenerationRequest:
         tokens = await self.encode(prompt)
-        if len(tokens) >= self.max_context:
+        if len(tokens) >= self.max_model_len:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
-            raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_context} tokens")
+            raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_model_len} tokens")
         chat = prompt if isinstance(prompt, ChatRequest) else None
         built = self.text.request(tokens, request.params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []

@@ -80,7 +80,7 @@ class Model:
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.door = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
         self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
-        self.max_context: int | None = config.engine.max_context  # None: nobody has looked yet
+        self.max_model_len: int | None = config.engine.max_model_len  # None: nobody has looked yet
         self.full_context: int | None = None  # what it would be, had it memory enough
         self.on_loading: Progress | None = None
         self.open_s = 0.0  # how long its text took to open, the last time
@@ -146,8 +146,8 @@ class Model:
         checkpoint = open_checkpoint(self.config.path, self.config.engine.load_format)
         spec = checkpoint.spec
         checkpoint.close()
-        self.full_context = min(self.config.engine.max_context or spec.max_context, spec.max_context)
-        self.max_context = self.full_context
+        self.full_context = min(self.config.engine.max_model_len or spec.max_model_len, spec.max_model_len)
+        self.max_model_len = self.full_context
         engine = self.config.engine
         is_half = engine.backend in ("auto", "native") or (engine.device != "cpu" and has_nvidia())
         element_bytes = HALF_BYTES if is_half else FP32_BYTES
@@ -197,12 +197,12 @@ class Model:
         """Returns the bytes it holds, as far as it says."""
         if ready is None:
             return 0
-        self.max_context = ready.max_context
-        if self.full_context is not None and self.max_context < self.full_context:
+        self.max_model_len = ready.max_model_len
+        if self.full_context is not None and self.max_model_len < self.full_context:
             log.warning(
                 "%s takes %s tokens of context instead of %s: its KV cache has no room for more",
                 self.name,
-                f"{self.max_context:,}",
+                f"{self.max_model_len:,}",
                 f"{self.full_context:,}",
             )
         if ready.weight_bytes:
@@ -297,9 +297,9 @@ class Models:
         return self._num_open
 
     @property
-    def max_context(self) -> int:
+    def max_model_len(self) -> int:
         """The largest that is known."""
-        return max(model.max_context or 0 for model in self._models)
+        return max(model.max_model_len or 0 for model in self._models)
 
     def find(self, name: str | None) -> Model:
         """None: the default, which is the first."""
@@ -494,7 +494,7 @@ def _intake(client: EngineClient) -> IntakeRate | None:
     facts, scheduling = client.facts, client.scheduling
     if facts is None or scheduling is None:
         return None
-    return IntakeRate(facts.step_s, scheduling.max_step_tokens, scheduling.max_seqs)
+    return IntakeRate(facts.step_s, scheduling.max_num_batched_tokens, scheduling.max_num_seqs)
 
 
 def _warm_up(text: ModelText) -> None:

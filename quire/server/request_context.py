@@ -115,7 +115,7 @@ class RequestContext:
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         """On the event loop, so bounded: by the number of values, not of bytes, for those are what takes time."""
-        most = max(MAX_VALUES, 2 * self.models.max_context)
+        most = max(MAX_VALUES, 2 * self.models.max_model_len)
         if data.count(b",") > most:
             raise ApiError(Kind.TOO_LARGE, f"the body has more than {most} values")
         try:

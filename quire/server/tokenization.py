@@ -77,7 +77,7 @@ async def tokenize(context: RequestContext) -> Response:
         unknown = service.text.template.unknown_args(chat.template_args)
         context.note(IGNORED, (f"chat_template_kwargs.{name}" for name in unknown))
     names = [service.text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
-    return context.json(Tokens(list(tokens), len(tokens), service.max_context, names))
+    return context.json(Tokens(list(tokens), len(tokens), service.max_model_len, names))
 
 
 def _conversation(body: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
@@ -104,7 +104,7 @@ async def tokenizer_info(context: RequestContext) -> Response:
         TokenizerInfo(
             model=context.model.name,
             vocab_size=text.tokenizer.vocab_size,
-            model_max_length=service.max_context,
+            model_max_length=service.max_model_len,
             bos_token=named.get("bos_token"),
             eos_token=named.get("eos_token", next(iter(ends), None)),
             pad_token=named.get("pad_token"),

@@ -80,7 +80,7 @@ class Fit:
 
 def probe_work(prompt: int, outputs: int, num_requests: int, config: SimConfig) -> tuple[int, int, int]:
     """Steps, tokens and context of such a probe: its prompt in chunks, then one token a step."""
-    chunk = min(config.max_chunk_tokens, config.max_step_tokens // num_requests)
+    chunk = min(config.max_chunk_tokens, config.max_num_batched_tokens // num_requests)
     ends = [*range(chunk, prompt, chunk), prompt]
     context = sum(ends) + sum(range(prompt + 1, prompt + outputs))
     return len(ends) + outputs - 1, num_requests * (prompt + outputs - 1), num_requests * context

@@ -75,12 +75,12 @@ class SimConfig:
     low_share: float | None = None
     num_blocks: int = 2048
     block_size: int = BLOCK_SIZE
-    max_seqs: int = 64
-    max_step_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
     max_chunk_tokens: int = 512
     max_waiting: int = 100_000
     is_caching: bool = True
-    max_context: int | None = None  # None: all that the pool can hold
+    max_model_len: int | None = None  # None: all that the pool can hold
     has_costly_rows: bool = False  # as on a CPU: a step may leave out requests of lower tiers
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
@@ -89,10 +89,10 @@ class SimConfig:
         return Scheduler(
             cache,
             policy,
-            max_seqs=self.max_seqs,
-            max_step_tokens=self.max_step_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
-            max_context=self.max_context,
+            max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
             observe=observe,
         )

@@ -94,7 +94,7 @@ class Shape:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    max_context: int
+    max_model_len: int
     norm_eps: float
 
 
@@ -109,7 +109,7 @@ class ShapeKeys:
     num_kv_heads: str = "num_key_value_heads"
     head_size: str = "head_dim"
     vocab_size: str = "vocab_size"
-    max_context: str = "max_position_embeddings"
+    max_model_len: str = "max_position_embeddings"
     norm_eps: str = "rms_norm_eps"
 
 
@@ -134,7 +134,7 @@ def read_shape(fields: Fields, keys: ShapeKeys) -> Shape:
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         vocab_size=fields.whole(keys.vocab_size, 1, MAX_VOCAB_SIZE),
-        max_context=fields.whole(keys.max_context, 1, MAX_CONTEXT),
+        max_model_len=fields.whole(keys.max_model_len, 1, MAX_CONTEXT),
         norm_eps=_eps(fields, keys.norm_eps),
     )
 
@@ -174,7 +174,7 @@ def spec_from_config(
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         vocab_size=shape.vocab_size,
-        max_context=shape.max_context,
+        max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
         rope=rope,
         local_rope=local_rope,
@@ -292,7 +292,7 @@ def _rope(
     if family == "phi3" and (values.get("rope_type") or values.get("type")) in ("su", "yarn"):
         values["rope_type"] = "longrope"  # what its early files called it
     rotary_size = _rotary_size(fields, scaling, shape, family)
-    return scaled_rope(Fields(fields.source, values, scaling.prefix), theta, rotary_size, shape.max_context)
+    return scaled_rope(Fields(fields.source, values, scaling.prefix), theta, rotary_size, shape.max_model_len)
 
 
 def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: str) -> int:

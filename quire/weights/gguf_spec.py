@@ -25,7 +25,7 @@ _KEYS = ShapeKeys(
     num_kv_heads="attention.head_count_kv",
     head_size="attention.key_length",
     vocab_size="vocab_size",
-    max_context="context_length",
+    max_model_len="context_length",
     norm_eps="attention.layer_norm_rms_epsilon",
 )
 _SAMPLING = {
@@ -75,7 +75,7 @@ def spec_from_gguf(
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         vocab_size=shape.vocab_size,
-        max_context=shape.max_context,
+        max_model_len=shape.max_model_len,
         norm_eps=shape.norm_eps,
         rope=rope,
         local_rope=local_rope,
@@ -151,7 +151,7 @@ def _ropes(fields: Fields, family: str, shape: Shape, read_floats: ReadFloats) -
         # The file holds the finished number; what it would be computed from is not always there.
         attention = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
         scaling.values = {**scaling.values, "attention_factor": attention}
-    rope = scaled_rope(scaling, theta, rotary_size, shape.max_context)
+    rope = scaled_rope(scaling, theta, rotary_size, shape.max_model_len)
     measured = read_floats("rope_freqs.weight", rotary_size // 2)
     if measured is not None:
         factors_read = Fields(fields.source, {"rope_freqs.weight": measured})
@@ -172,10 +172,10 @@ def _scaling(fields: Fields, shape: Shape) -> Fields:
     values: dict[str, Any] = {"type": kind, "factor": factor}
     if kind == "linear" and factor is None:
         values["factor"] = 1.0
-    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_context)
+    context = fields.whole("rope.scaling.original_context_length", 1, MAX_CONTEXT, shape.max_model_len)
     values["original_max_position_embeddings"] = context
     if kind == "yarn":
-        values |= _yarn(fields, factor or shape.max_context / context)
+        values |= _yarn(fields, factor or shape.max_model_len / context)
     return Fields(fields.source, values, f"{fields.prefix}rope.scaling.")
 
 

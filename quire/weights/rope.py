@@ -16,13 +16,13 @@ MIN_FACTOR = 1e-3  # a factor divides
 MAX_FACTOR = 1e6
 
 
-def scaled_rope(scaling: Fields, theta: float, rotary_size: int, max_context: int) -> RopeSpec:
+def scaled_rope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
     """`scaling` is as config.json has it: a type, what that type needs, and the context it was trained for."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in SCALINGS:
         can = ", ".join(SCALINGS)
         raise UnsupportedModel(f"{scaling.source}: rope scaling {show(kind)} is not supported; these are: {can}")
-    return SCALINGS[kind](scaling, theta, rotary_size, max_context)
+    return SCALINGS[kind](scaling, theta, rotary_size, max_model_len)
 
 
 def _plain(_scaling: Fields, theta: float, rotary_size: int, _max_context: int) -> RopeSpec:
@@ -33,14 +33,14 @@ def _linear(scaling: Fields, theta: float, rotary_size: int, _max_context: int) 
     return RopeSpec(theta, rotary_size, (_factor(scaling),) * (rotary_size // 2))
 
 
-def _llama3(scaling: Fields, theta: float, rotary_size: int, max_context: int) -> RopeSpec:
+def _llama3(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
     """Long waves are stretched by `factor`, short ones kept, those between blended."""
     factor = _factor(scaling)
     low = scaling.real("low_freq_factor", MIN_FACTOR, MAX_FACTOR)
     high = scaling.real("high_freq_factor", MIN_FACTOR, MAX_FACTOR)
     if high <= low:
         raise scaling.wrong("high_freq_factor", f"not above low_freq_factor {low:g}")
-    context = _trained_context(scaling, max_context)
+    context = _trained_context(scaling, max_model_len)
     factors = []
     for i in range(rotary_size // 2):
         turns = context / (2 * math.pi * theta ** (2 * i / rotary_size))  # over the context it was trained for
@@ -49,12 +49,12 @@ def _llama3(scaling: Fields, theta: float, rotary_size: int, max_context: int) -
     return RopeSpec(theta, rotary_size, tuple(factors))
 
 
-def _yarn(scaling: Fields, theta: float, rotary_size: int, max_context: int) -> RopeSpec:
+def _yarn(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
     """As llama3, but blended along the pair's index; cosines and sines grow with the logarithm of the factor."""
     if theta <= 1:
         raise ModelFileError(f"{scaling.source}: rope theta is {theta:g}: yarn needs more than 1")
-    context = _trained_context(scaling, max_context)
-    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_context / context
+    context = _trained_context(scaling, max_model_len)
+    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_model_len / context
     fast = scaling.find_real("beta_fast", MIN_FACTOR, MAX_FACTOR) or 32.0
     slow = scaling.find_real("beta_slow", MIN_FACTOR, MAX_FACTOR) or 1.0
 
@@ -84,12 +84,12 @@ def _yarn_attention(scaling: Fields, factor: float) -> float:
     return grown(mscale) / grown(mscale_all) if mscale and mscale_all else grown(1.0)
 
 
-def _longrope(scaling: Fields, theta: float, rotary_size: int, max_context: int) -> RopeSpec:
+def _longrope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
     """Two measured lists of factors: one for contexts as trained, one for longer ones."""
-    context = _trained_context(scaling, max_context)
+    context = _trained_context(scaling, max_model_len)
     short = scaling.reals("short_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
     long = scaling.reals("long_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
-    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_context / context
+    factor = scaling.find_real("factor", MIN_FACTOR, MAX_FACTOR) or max_model_len / context
     attention = scaling.find_real("attention_factor", MIN_FACTOR, MAX_FACTOR)
     if attention is None:
         attention = 1.0 if factor <= 1 or context == 1 else math.sqrt(1 + math.log(factor) / math.log(context))
@@ -100,8 +100,8 @@ def _factor(scaling: Fields) -> float:
     return scaling.real("factor", MIN_FACTOR, MAX_FACTOR)
 
 
-def _trained_context(scaling: Fields, max_context: int) -> int:
-    return scaling.whole("original_max_position_embeddings", 1, MAX_CONTEXT, max_context)
+def _trained_context(scaling: Fields, max_model_len: int) -> int:
+    return scaling.whole("original_max_position_embeddings", 1, MAX_CONTEXT, max_model_len)
 
 
 SCALINGS: dict[str, Callable[[Fields, float, int, int], RopeSpec]] = {

@@ -26,10 +26,10 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()  # in place of `factors` where the context may pass `original_context`
     original_context: int = 0
 
-    def inverse_frequencies(self, max_context: int) -> tuple[float, ...]:
-        """For an engine whose contexts never pass `max_context`: all its requests must rotate alike."""
+    def inverse_frequencies(self, max_model_len: int) -> tuple[float, ...]:
+        """For an engine whose contexts never pass `max_model_len`: all its requests must rotate alike."""
         num_pairs = self.rotary_size // 2
-        is_long = self.long_factors and max_context > self.original_context
+        is_long = self.long_factors and max_model_len > self.original_context
         factors = (self.long_factors if is_long else self.factors) or (1.0,) * num_pairs
         return tuple(self.theta ** (-2 * i / self.rotary_size) / factors[i] for i in range(num_pairs))
 
@@ -45,7 +45,7 @@ class ModelSpec:
     num_kv_heads: int
     head_size: int
     vocab_size: int  # rows of the embedding, padding included
-    max_context: int
+    max_model_len: int
     norm_eps: float
     rope: RopeSpec
     local_rope: RopeSpec | None  # of layers with a window, where it differs

@@ -10,7 +10,7 @@ from quire.core.request import SamplingParams
 from quire.core.step import BlockCopy, SeqSlice, StepPlan
 from quire.errors import InvariantViolation
 
-CAPACITY = Capacity(num_blocks=10, block_size=4, max_seqs=4, max_context=36, vocab_size=1000)
+CAPACITY = Capacity(num_blocks=10, block_size=4, max_num_seqs=4, max_model_len=36, vocab_size=1000)
 GREEDY = SamplingParams(temperature=0)
 
 

@@ -17,8 +17,8 @@ GIB = 1 << 30
 BLOCK_BYTES = 23_040 * 32  # SmolLM2-135M in fp16
 
 
-def request(max_context: int = 2048, **options: Any) -> PoolRequest:
-    return PoolRequest(BackendOptions(max_seqs=4, **options), BLOCK_BYTES, max_context)
+def request(max_model_len: int = 2048, **options: Any) -> PoolRequest:
+    return PoolRequest(BackendOptions(max_num_seqs=4, **options), BLOCK_BYTES, max_model_len)
 
 
 def test_the_users_bytes_are_honoured() -> None:
@@ -34,9 +34,9 @@ def test_the_users_number_of_blocks_is_honoured() -> None:
         request(num_blocks=10_000).num_blocks(GIB, GIB)
 
 
-@pytest.mark.parametrize("max_context", [64, 2048, 1 << 20])
-def test_the_default_takes_the_budget_whatever_requests_can_use(max_context: int) -> None:
-    assert request(max_context).num_blocks(16 * GIB, 3 * GIB) == 3 * GIB // BLOCK_BYTES
+@pytest.mark.parametrize("max_model_len", [64, 2048, 1 << 20])
+def test_the_default_takes_the_budget_whatever_requests_can_use(max_model_len: int) -> None:
+    assert request(max_model_len).num_blocks(16 * GIB, 3 * GIB) == 3 * GIB // BLOCK_BYTES
 
 
 @pytest.mark.parametrize(("free", "taken"), [(4 * GIB, int(4 * GIB * CPU_SHARE)), (64 * GIB, CPU_CAP)])
@@ -59,7 +59,7 @@ def test_a_default_too_small_for_anyone_is_refused() -> None:
 
 def pool_of(path: Path, **settings: Any) -> tuple[int, int]:
     """How many blocks, and bytes, an engine for two requests of 64 tokens makes: they use 4 blocks."""
-    engine = make_engine(path, EngineConfig(device="cpu", num_threads=1, max_seqs=2, max_context=64, **settings))
+    engine = make_engine(path, EngineConfig(device="cpu", num_threads=1, max_num_seqs=2, max_model_len=64, **settings))
     try:
         return engine.capacity.num_blocks, engine.runner.facts().kv_bytes
     finally:

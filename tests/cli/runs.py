@@ -126,7 +126,7 @@ class Terminal:
 class EchoLLM:
     """Answers with what it was told, word by word: a token is a word."""
 
-    max_context: int = 60
+    max_model_len: int = 60
     has_template: bool = True
     thinks: bool = False  # in <think>, as one would type it
     finish: FinishReason = FinishReason.STOP
@@ -147,8 +147,8 @@ class EchoLLM:
         self.seen.append(messages)
         self.params = params
         num_words = len(" ".join(message["content"] for message in messages).split())
-        if num_words > self.max_context:
-            raise ContextTooLong(f"prompt of {num_words} tokens exceeds the context of {self.max_context} tokens")
+        if num_words > self.max_model_len:
+            raise ContextTooLong(f"prompt of {num_words} tokens exceeds the context of {self.max_model_len} tokens")
         return self.generate(messages[-1]["content"], params, on_output)
 
     def generate(self, prompt: str, params: GenerationParams, on_output: Any) -> list[GenerationOutput]:

@@ -51,8 +51,8 @@ def test_a_whole_run_writes_its_report(model: str, tmp_path: Path) -> None:
     assert fairness["backlog"]["latency"]["requests"] > 0
     assert fairness["saturated"]["guaranteed_share"] == 0.125
     assert fairness["is_held"] is (not printed["not_held"])
-    assert printed["setup"]["max_seqs"] == 64  # of this process; the server has its own
-    assert fairness["max_seqs"] == 2
+    assert printed["setup"]["max_num_seqs"] == 64  # of this process; the server has its own
+    assert fairness["max_num_seqs"] == 2
     assert printed["throughput"]["baseline"]["num_threads"] == 1
     assert {"cpu", "cores", "date", "load_average_before"} <= set(printed["machine"])
     assert "takes about" in outcome.stderr

@@ -58,7 +58,7 @@ def test_a_server_runs_until_it_is_no_longer_needed(tiny_model: Path) -> None:
     with serving(str(tiny_model), FAKE) as process:
         server = Server(process.url, None, PATIENT)
         server.wait_until_ready()
-        assert server.get("/version")["scheduling"]["max_seqs"] == 2
+        assert server.get("/version")["scheduling"]["max_num_seqs"] == 2
         workers = children(process.pid)
         assert workers
         assert process.pid in servers_of(os.getpid())
@@ -210,7 +210,7 @@ def test_a_load_that_is_refused_says_so(asker: StreamClient) -> None:
 def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_fairness, "MAX_PAUSE_S", 0.01)
     stages: list[Stage] = []
-    config = BenchConfig(parts=("fairness",), seconds=1.0, max_seqs=2, prompt_tokens=16, output_tokens=4)
+    config = BenchConfig(parts=("fairness",), seconds=1.0, max_num_seqs=2, prompt_tokens=16, output_tokens=4)
     found = measure_fairness(str(tiny_model), config, {"backend": "fake", "num_threads": None}, stages.append)
     assert [stage.what for stage in stages] == [
         "fairness: starting a server",
@@ -218,9 +218,9 @@ def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, mo
         "fairness: HIGH beside a LOW backlog",
         "fairness: both tiers saturated",
     ]
-    assert (found.setup.model, found.setup.backend, found.setup.max_seqs) == ("tiny", "fake", 2)
+    assert (found.setup.model, found.setup.backend, found.setup.max_num_seqs) == ("tiny", "fake", 2)
     report = found.report
-    assert report.max_seqs == 2
+    assert report.max_num_seqs == 2
     assert report.idle.requests == NUM_IDLE
     assert report.idle.ttft_ms_p95 is not None
     assert len(report.backlog.windows) == 3

@@ -58,7 +58,7 @@ def engine(num_requests: int, counts: BlockCounts, **more: Any) -> WatchedEngine
         "backend": "native 0.1",
         "device": "cpu",
         "dtype": "int8",
-        "max_context": 8192,
+        "max_model_len": 8192,
         "weight_bytes": 138_000_000,
         "kv_bytes": 3 << 30,
         "is_moving": True,

@@ -53,8 +53,8 @@ class Rig:
         *,
         num_blocks: int = 33,
         block_size: int = 4,
-        max_seqs: int = 8,
-        max_step_tokens: int = 256,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
         max_chunk_tokens: int = 256,
         policy: Policy | None = None,
         max_waiting: int = 100,
@@ -66,13 +66,13 @@ class Rig:
         self.scheduler = Scheduler(
             cache,
             policy or Fair(),
-            max_seqs=max_seqs,
-            max_step_tokens=max_step_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_waiting=max_waiting,
             observe=self.events.append,
         )
-        capacity = Capacity(num_blocks, block_size, max_seqs, self.scheduler.max_context, vocab_size=1000)
+        capacity = Capacity(num_blocks, block_size, max_num_seqs, self.scheduler.max_model_len, vocab_size=1000)
         self.runner = FakeRunner(capacity, is_late=is_late)
         self.cache = cache
         self.updates: list[TokenUpdate] = []

@@ -21,7 +21,7 @@ SLICE = 8
 
 def busy() -> Scheduler:
     """Cached content, pins that share blocks, twins, a step in flight, requests that run and that wait."""
-    rig = Rig(num_blocks=NUM_BLOCKS, max_seqs=3)
+    rig = Rig(num_blocks=NUM_BLOCKS, max_num_seqs=3)
     for number, first in enumerate(range(0, 1000, 100)):  # ten that are over: ten children of the root
         rig.add(number, range(first, first + 50), max_tokens=2)
     rig.run()

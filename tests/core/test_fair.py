@@ -29,7 +29,7 @@ def rows(rig: Rig) -> list[int]:
 
 def test_high_goes_before_a_low_backlog_however_old_it_is() -> None:
     """The aging policy let LOW requests older than two patiences go first, and spared them from preemption."""
-    rig = Rig(max_seqs=2, num_blocks=200)
+    rig = Rig(max_num_seqs=2, num_blocks=200)
     for request_id in range(40):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=30)
     for request_id in range(100, 110):
@@ -42,7 +42,7 @@ def test_high_goes_before_a_low_backlog_however_old_it_is() -> None:
 
 def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
     fair = Fair()
-    rig = Rig(max_seqs=1, policy=fair)
+    rig = Rig(max_num_seqs=1, policy=fair)
     rig.add(1, [1] * 3, priority=HIGH, max_tokens=20)
     rig.step()
     rig.add(2, [2] * 3, priority=LOW, max_tokens=20)
@@ -59,7 +59,7 @@ def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
 
 
 def test_a_request_is_not_preempted_twice_without_progress() -> None:
-    rig = Rig(max_seqs=1, num_blocks=33, max_chunk_tokens=8)
+    rig = Rig(max_num_seqs=1, num_blocks=33, max_chunk_tokens=8)
     low = rig.add(1, range(24), priority=LOW, max_tokens=60)
     for _ in range(4):
         rig.step()
@@ -82,7 +82,7 @@ def test_a_request_is_not_preempted_twice_without_progress() -> None:
 
 def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> None:
     """It needs a block; the only other request was preempted before and has not caught up."""
-    rig = Rig(max_seqs=2, num_blocks=13, max_chunk_tokens=4)  # 12 blocks
+    rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4)  # 12 blocks
     low = rig.add(1, range(16), priority=LOW, max_tokens=20)
     for _ in range(5):
         rig.step()
@@ -104,7 +104,7 @@ def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> No
 def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting() -> None:
     """NORMAL holds all slots. LOW is owed one and may not preempt; HIGH may, and takes no slot that becomes free."""
     fair = Fair()
-    rig = Rig(max_seqs=4, num_blocks=400, policy=fair)
+    rig = Rig(max_num_seqs=4, num_blocks=400, policy=fair)
     for request_id in range(4):
         rig.add(request_id, [request_id] * 3, max_tokens=200)
     rig.step()
@@ -118,9 +118,9 @@ def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting
     assert 10 in rows(rig)  # and the slot that HIGH leaves is LOW's
 
 
-@pytest.mark.parametrize("max_seqs", [1, 2, 4])
-def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max_seqs: int) -> None:
-    rig = Rig(max_seqs=max_seqs, num_blocks=1 + max_seqs * 40, max_chunk_tokens=32, max_waiting=1000)
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
+def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max_num_seqs: int) -> None:
+    rig = Rig(max_num_seqs=max_num_seqs, num_blocks=1 + max_num_seqs * 40, max_chunk_tokens=32, max_waiting=1000)
     low = rig.add(0, range(100), priority=LOW, max_tokens=40)
     number = 1
     for _ in range(4_000):
@@ -137,7 +137,7 @@ def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max
 
 
 def test_a_step_leaves_low_rows_out_so_that_high_keeps_most_of_its_speed() -> None:
-    rig = Rig(max_seqs=17, num_blocks=400, policy=costly(50, 10))
+    rig = Rig(max_num_seqs=17, num_blocks=400, policy=costly(50, 10))
     for request_id in range(16):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
     rig.step()
@@ -156,7 +156,7 @@ def test_a_step_leaves_low_rows_out_so_that_high_keeps_most_of_its_speed() -> No
 
 def test_on_a_device_whose_rows_are_nearly_free_nothing_changes() -> None:
     for policy in (Fair(), costly(10**9, 1)):
-        rig = Rig(max_seqs=17, num_blocks=400, policy=policy)
+        rig = Rig(max_num_seqs=17, num_blocks=400, policy=policy)
         for request_id in range(16):
             rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
         rig.add(99, [99] * 3, priority=HIGH, max_tokens=20)
@@ -165,7 +165,7 @@ def test_on_a_device_whose_rows_are_nearly_free_nothing_changes() -> None:
 
 
 def test_low_has_its_share_though_normal_takes_all_that_high_leaves() -> None:
-    rig = Rig(max_seqs=24, num_blocks=800, policy=costly(0, 10))
+    rig = Rig(max_num_seqs=24, num_blocks=800, policy=costly(0, 10))
     rig.add(0, [0] * 3, priority=HIGH, max_tokens=None)
     for request_id in range(1, 17):
         rig.add(request_id, [request_id] * 3, priority=NORMAL, max_tokens=None)
@@ -184,7 +184,7 @@ def test_low_has_its_share_though_normal_takes_all_that_high_leaves() -> None:
 
 
 def test_a_prompt_of_a_lower_tier_is_rationed_too() -> None:
-    rig = Rig(max_seqs=4, num_blocks=800, policy=costly(50, 10))
+    rig = Rig(max_num_seqs=4, num_blocks=800, policy=costly(50, 10))
     rig.add(1, [1] * 3, priority=HIGH, max_tokens=None)
     rig.step()
     rig.add(2, range(1000, 1600), priority=LOW, max_tokens=1)
@@ -195,7 +195,7 @@ def test_a_prompt_of_a_lower_tier_is_rationed_too() -> None:
 
 
 def test_rows_of_low_alone_are_kept_to_a_short_step() -> None:
-    rig = Rig(max_seqs=64, num_blocks=1000, policy=costly(5_000_000, 2_000_000))
+    rig = Rig(max_num_seqs=64, num_blocks=1000, policy=costly(5_000_000, 2_000_000))
     for request_id in range(64):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
     plans = [rig.step() for _ in range(30)]
@@ -204,7 +204,7 @@ def test_rows_of_low_alone_are_kept_to_a_short_step() -> None:
 
 
 def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> None:
-    rig = Rig(max_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
+    rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
     low = rig.add(1, range(16), priority=LOW, max_tokens=20)
     for _ in range(30):
         rig.step()
@@ -219,7 +219,7 @@ def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> No
 
 
 def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() -> None:
-    rig = Rig(max_seqs=1, num_blocks=200)
+    rig = Rig(max_num_seqs=1, num_blocks=200)
     for request_id in range(30):
         rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
     for _ in range(4 * 4):
@@ -237,7 +237,7 @@ def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() 
 
 
 def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> None:
-    rig = Rig(max_seqs=8, num_blocks=2000, max_step_tokens=64, max_chunk_tokens=32)
+    rig = Rig(max_num_seqs=8, num_blocks=2000, max_num_batched_tokens=64, max_chunk_tokens=32)
     for request_id in range(4):
         rig.add(request_id, range(1000 * request_id, 1000 * request_id + 900), max_tokens=1, tenant="batch")
     for _ in range(6):
@@ -251,7 +251,7 @@ def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> No
 
 def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
     """Each is parked with the request that computes its prefix; a step in between does not touch them."""
-    rig = Rig(max_seqs=4, num_blocks=4000, max_chunk_tokens=32, max_step_tokens=64, max_waiting=2000)
+    rig = Rig(max_num_seqs=4, num_blocks=4000, max_chunk_tokens=32, max_num_batched_tokens=64, max_waiting=2000)
     rig.add(0, range(2000), max_tokens=4)
     for request_id in range(1, 1000):
         rig.add(request_id, range(2000), max_tokens=1)
@@ -274,7 +274,7 @@ def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
 
 
 def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
-    rig = Rig(max_seqs=4, num_blocks=400, max_chunk_tokens=8)
+    rig = Rig(max_num_seqs=4, num_blocks=400, max_chunk_tokens=8)
     rig.add(0, range(40), max_tokens=1)
     short = rig.add(1, [*range(16), 900, 901], max_tokens=1)
     long = rig.add(2, [*range(32), 900, 901], max_tokens=1)

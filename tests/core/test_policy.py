@@ -90,7 +90,7 @@ def test_the_bound_is_a_function_one_can_call(behind: Priority, ahead: Priority,
 
 def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
     """Prompts share the budget in the order of their keys, and a running one keeps its key."""
-    rig = Rig(num_blocks=4000, max_seqs=64, max_step_tokens=128, max_chunk_tokens=64)
+    rig = Rig(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=128, max_chunk_tokens=64)
     long = rig.add(0, range(2_000), max_tokens=1)
     steps = 0
     while long.finish_reason is None:
@@ -104,7 +104,7 @@ def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
 def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> None:
     """One slot, HIGH work arriving faster than it is served, for ever. LOW comes at 0 s and gets its turn."""
     policy = Aging(patience_s=1)
-    rig = Rig(max_seqs=1, policy=policy, max_waiting=1000)
+    rig = Rig(max_num_seqs=1, policy=policy, max_waiting=1000)
     rig.add(0, [9, 9], priority=Priority.HIGH, max_tokens=4)
     rig.step()
     low = rig.add(1, [1, 2, 3], priority=Priority.LOW, max_tokens=4)
@@ -127,7 +127,7 @@ def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> N
 
 
 def test_high_is_served_at_once_though_endless_low_jobs_fill_every_slot_and_have_run_for_ever() -> None:
-    rig = Rig(max_seqs=4, num_blocks=400, policy=Aging(patience_s=1))
+    rig = Rig(max_num_seqs=4, num_blocks=400, policy=Aging(patience_s=1))
     for request_id in range(4):
         rig.add(request_id, [request_id] * 5, priority=Priority.LOW, max_tokens=None)
     rig.step()
@@ -146,7 +146,7 @@ def test_high_is_served_at_once_though_endless_low_jobs_fill_every_slot_and_have
 
 
 def test_a_preempted_request_keeps_the_age_it_earned() -> None:
-    rig = Rig(max_seqs=1, policy=Aging(patience_s=10))
+    rig = Rig(max_num_seqs=1, policy=Aging(patience_s=10))
     rig.add(1, [1, 2], priority=Priority.HIGH, max_tokens=2)
     rig.step()
     low = rig.add(2, [3, 4], priority=Priority.LOW, max_tokens=20)

@@ -39,7 +39,7 @@ def test_requests_join_and_leave_between_any_two_tokens() -> None:
 
 
 def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
-    rig = Rig(max_step_tokens=16, max_chunk_tokens=10, max_seqs=4)
+    rig = Rig(max_num_batched_tokens=16, max_chunk_tokens=10, max_num_seqs=4)
     rig.add(1, range(4), max_tokens=20)
     rig.step()
     rig.add(2, range(100, 130))
@@ -53,7 +53,7 @@ def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
 
 
 def test_every_decode_has_its_token_however_small_the_budget() -> None:
-    rig = Rig(max_step_tokens=4, max_seqs=4)
+    rig = Rig(max_num_batched_tokens=4, max_num_seqs=4)
     for request_id in range(3):
         rig.add(request_id, [request_id], max_tokens=50)
     rig.step()
@@ -65,7 +65,7 @@ def test_every_decode_has_its_token_however_small_the_budget() -> None:
 
 
 def test_slots_are_rows_held_from_admission_to_release() -> None:
-    rig = Rig(max_seqs=2)
+    rig = Rig(max_num_seqs=2)
     rig.add(1, [1], max_tokens=1)
     rig.add(2, [2], max_tokens=3)
     rig.add(3, [3], max_tokens=3)
@@ -77,7 +77,7 @@ def test_slots_are_rows_held_from_admission_to_release() -> None:
 
 
 def test_one_pass_merges_waiting_and_running_by_key() -> None:
-    rig = Rig(max_step_tokens=9, max_chunk_tokens=9, max_seqs=4, policy=Aging(patience_s=10))
+    rig = Rig(max_num_batched_tokens=9, max_chunk_tokens=9, max_num_seqs=4, policy=Aging(patience_s=10))
     rig.add(1, range(100, 130), priority=Priority.LOW)
     rig.step()
     rig.add(2, range(200, 220), priority=Priority.HIGH)
@@ -133,7 +133,7 @@ def test_a_stop_token_makes_the_step_behind_it_stale() -> None:
 
 
 def test_a_late_result_is_not_given_to_the_slots_new_owner() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     rig.add(1, range(5))
     first = rig.launch()
     rig.scheduler.cancel(1)
@@ -161,7 +161,7 @@ def test_min_tokens_hold_back_a_stop() -> None:
 
 
 def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
-    rig = Rig(block_size=32, num_blocks=400, max_step_tokens=4096, max_chunk_tokens=512, max_seqs=8)
+    rig = Rig(block_size=32, num_blocks=400, max_num_batched_tokens=4096, max_chunk_tokens=512, max_num_seqs=8)
     prompt = range(1000)
     siblings = [rig.add(request_id, prompt, max_tokens=4) for request_id in range(8)]
     computed = 0
@@ -298,7 +298,7 @@ def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
 
 
 def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -> None:
-    rig = Rig(num_blocks=7, max_seqs=2)  # 6 blocks
+    rig = Rig(num_blocks=7, max_num_seqs=2)  # 6 blocks
     first = rig.add(1, range(8), max_tokens=12)
     second = rig.add(2, range(100, 108), max_tokens=12)
     rig.run()
@@ -312,7 +312,7 @@ def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -
 
 
 def test_a_resumed_request_finds_its_own_blocks_again() -> None:
-    rig = Rig(num_blocks=30, max_seqs=1)
+    rig = Rig(num_blocks=30, max_num_seqs=1)
     low = rig.add(1, range(20), priority=Priority.LOW)
     rig.step()
     rig.step()
@@ -325,7 +325,7 @@ def test_a_resumed_request_finds_its_own_blocks_again() -> None:
 
 
 def test_waiting_high_preempts_running_low_for_a_slot_and_for_blocks() -> None:
-    rig = Rig(num_blocks=9, max_seqs=2)  # 8 blocks
+    rig = Rig(num_blocks=9, max_num_seqs=2)  # 8 blocks
     rig.add(1, range(16), priority=Priority.LOW, max_tokens=30)
     rig.step()
     rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=2)  # needs 6 of the 4 that are free
@@ -334,7 +334,7 @@ def test_waiting_high_preempts_running_low_for_a_slot_and_for_blocks() -> None:
 
 
 def test_equal_tiers_never_preempt_each_other_to_begin() -> None:
-    rig = Rig(num_blocks=9, max_seqs=1)
+    rig = Rig(num_blocks=9, max_num_seqs=1)
     rig.add(1, range(16), max_tokens=4)
     rig.step()
     rig.add(2, range(100, 104))
@@ -343,7 +343,7 @@ def test_equal_tiers_never_preempt_each_other_to_begin() -> None:
 
 
 def test_low_is_left_alone_when_preempting_it_would_not_be_enough() -> None:
-    rig = Rig(num_blocks=9, max_seqs=3)
+    rig = Rig(num_blocks=9, max_num_seqs=3)
     rig.add(1, range(16), priority=Priority.HIGH, max_tokens=4)
     rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=4)
     rig.step()
@@ -353,7 +353,7 @@ def test_low_is_left_alone_when_preempting_it_would_not_be_enough() -> None:
 
 
 def test_a_head_that_does_not_fit_stops_admission_behind_it() -> None:
-    rig = Rig(num_blocks=9, max_seqs=4)
+    rig = Rig(num_blocks=9, max_num_seqs=4)
     rig.add(1, range(16), max_tokens=8)
     rig.step()
     rig.add(2, range(100, 124))  # does not fit beside 1
@@ -362,14 +362,14 @@ def test_a_head_that_does_not_fit_stops_admission_behind_it() -> None:
 
 
 def test_an_admission_leaves_a_block_for_each_running_request() -> None:
-    rig = Rig(num_blocks=9, max_seqs=4)  # 8 blocks
+    rig = Rig(num_blocks=9, max_num_seqs=4)  # 8 blocks
     rig.add(1, range(16), priority=Priority.NORMAL, max_tokens=8)
     rig.step()
     rig.add(2, range(100, 116), priority=Priority.HIGH)  # 4 blocks, and 4 are free: none would be left for 1
     rig.step()
     assert [request.request_id for request in rig.scheduler.running] == [2]  # so it takes the place of 1
     assert [event.request_id for event in rig.happened(Preempted)] == [1]
-    rig = Rig(num_blocks=10, max_seqs=4)
+    rig = Rig(num_blocks=10, max_num_seqs=4)
     rig.add(1, range(16), max_tokens=8)
     rig.step()
     rig.add(2, range(100, 116), priority=Priority.HIGH)
@@ -377,7 +377,7 @@ def test_an_admission_leaves_a_block_for_each_running_request() -> None:
 
 
 def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
-    rig = Rig(num_blocks=17, max_seqs=2, policy=Aging())  # 16 blocks
+    rig = Rig(num_blocks=17, max_num_seqs=2, policy=Aging())  # 16 blocks
     rig.add(1, range(28), max_tokens=20)
     rig.add(2, range(100, 128), max_tokens=20)
     rig.step()
@@ -389,7 +389,7 @@ def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
 
 
 def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     low = rig.add(1, range(8), priority=Priority.LOW, max_tokens=20)
     rig.step()
     rig.now_ns += 100 * NS
@@ -401,7 +401,7 @@ def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
 
 
 def test_a_prefix_waiter_is_left_a_slot() -> None:
-    rig = Rig(max_seqs=4, max_chunk_tokens=8, num_blocks=200)
+    rig = Rig(max_num_seqs=4, max_chunk_tokens=8, num_blocks=200)
     rig.add(1, range(60), max_tokens=100)
     sibling = rig.add(2, range(60), max_tokens=100)
     for request_id in range(3, 20):
@@ -416,7 +416,7 @@ def test_a_prefix_waiter_is_left_a_slot() -> None:
 
 def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:
     """Preempting the parent would take away the very blocks it was preempted for."""
-    rig = Rig(num_blocks=17, max_seqs=4)  # 16 blocks
+    rig = Rig(num_blocks=17, max_num_seqs=4)  # 16 blocks
     parent = rig.add(1, range(30), priority=Priority.LOW, max_tokens=20)
     rig.step()
     rig.cache.clear()  # only the parent's table knows its blocks now
@@ -430,7 +430,7 @@ def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:
 
 
 def test_high_preempts_though_every_token_of_the_budget_is_reserved() -> None:
-    rig = Rig(max_seqs=2, max_step_tokens=2, max_chunk_tokens=8)
+    rig = Rig(max_num_seqs=2, max_num_batched_tokens=2, max_chunk_tokens=8)
     for request_id in (1, 2):
         rig.add(request_id, [request_id], priority=Priority.LOW, max_tokens=30)
     rig.step()
@@ -439,7 +439,7 @@ def test_high_preempts_though_every_token_of_the_budget_is_reserved() -> None:
 
 
 def test_a_request_that_needs_the_pinned_half_does_not_wait_for_an_empty_machine() -> None:
-    rig = Rig(num_blocks=33, max_seqs=8)  # 32 blocks, 16 pinned
+    rig = Rig(num_blocks=33, max_num_seqs=8)  # 32 blocks, 16 pinned
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
     assert rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18) == 64
@@ -451,7 +451,7 @@ def test_a_request_that_needs_the_pinned_half_does_not_wait_for_an_empty_machine
 
 
 def test_a_slot_that_must_be_freed_anyway_may_spare_the_pins() -> None:
-    rig = Rig(num_blocks=33, max_seqs=1)
+    rig = Rig(num_blocks=33, max_num_seqs=1)
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
     rig.cache.pin("system", list(range(900, 964)), "", expires_ns=10**18)
@@ -473,7 +473,7 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_published() -> None:
 
 
 def test_usage_tells_of_the_first_admission_only() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     low = rig.add(1, range(20), priority=Priority.LOW)
     rig.step()
     rig.add(2, range(100, 104), priority=Priority.HIGH, max_tokens=1)
@@ -482,7 +482,7 @@ def test_usage_tells_of_the_first_admission_only() -> None:
 
 
 def test_budget_is_not_given_to_what_is_in_flight() -> None:
-    rig = Rig(max_step_tokens=20, max_chunk_tokens=20, max_seqs=4)
+    rig = Rig(max_num_batched_tokens=20, max_chunk_tokens=20, max_num_seqs=4)
     rig.add(1, range(18), max_tokens=4)
     rig.launch()
     rig.add(2, range(100, 130))
@@ -490,7 +490,7 @@ def test_budget_is_not_given_to_what_is_in_flight() -> None:
 
 
 def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:
-    rig = Rig(num_blocks=33, max_seqs=4)  # 32 blocks
+    rig = Rig(num_blocks=33, max_num_seqs=4)  # 32 blocks
     rig.add(0, range(900, 908), max_tokens=1)
     rig.run()
     rig.cache.pin("system", list(range(900, 908)), "", expires_ns=10**18)
@@ -505,7 +505,7 @@ def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:
 
 
 def test_preempting_the_holder_of_ones_own_prefix_frees_nothing() -> None:
-    rig = Rig(num_blocks=9, max_seqs=4)  # 8 blocks
+    rig = Rig(num_blocks=9, max_num_seqs=4)  # 8 blocks
     rig.add(1, range(500, 507), priority=Priority.HIGH)
     rig.add(2, range(12), priority=Priority.LOW)
     rig.step()
@@ -516,7 +516,7 @@ def test_preempting_the_holder_of_ones_own_prefix_frees_nothing() -> None:
 
 
 def test_the_fewest_are_preempted_for_one_admission() -> None:
-    rig = Rig(num_blocks=33, max_seqs=8)  # 32 blocks
+    rig = Rig(num_blocks=33, max_num_seqs=8)  # 32 blocks
     for request_id in range(5):
         rig.add(request_id, range(100 * request_id, 100 * request_id + 20), priority=Priority.LOW, max_tokens=20)
     rig.step()
@@ -526,7 +526,7 @@ def test_the_fewest_are_preempted_for_one_admission() -> None:
 
 
 def test_pins_yield_before_anyone_is_preempted() -> None:
-    rig = Rig(num_blocks=9, max_seqs=2)
+    rig = Rig(num_blocks=9, max_num_seqs=2)
     rig.add(1, range(16), max_tokens=1)
     rig.run()
     assert rig.cache.pin("system", list(range(16)), "", expires_ns=10**18) == 16
@@ -538,7 +538,7 @@ def test_pins_yield_before_anyone_is_preempted() -> None:
 
 
 def test_a_pin_alone_never_keeps_a_request_out() -> None:
-    rig = Rig(num_blocks=9, max_seqs=2)
+    rig = Rig(num_blocks=9, max_num_seqs=2)
     rig.add(1, range(16), max_tokens=1)
     rig.run()
     rig.cache.pin("system", list(range(16)), "", expires_ns=10**18)
@@ -599,7 +599,7 @@ def test_a_late_result_is_not_given_to_a_new_request_with_an_old_id() -> None:
 
 
 def test_cancel_frees_blocks_at_once_waiting_or_running() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     rig.add(1, range(10))
     rig.add(2, range(50, 60))
     rig.launch()
@@ -627,7 +627,7 @@ def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
 
 
 def test_drain_serves_what_is_here_and_takes_nothing_new() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     requests = [rig.add(1, range(3)), rig.add(2, range(3))]
     rig.scheduler.drain()
     with pytest.raises(Draining):
@@ -638,7 +638,7 @@ def test_drain_serves_what_is_here_and_takes_nothing_new() -> None:
 
 
 def test_time_never_runs_backwards_inside() -> None:
-    rig = Rig(max_seqs=1)
+    rig = Rig(max_num_seqs=1)
     rig.now_ns = 5 * NS
     rig.add(1, range(3))
     rig.now_ns = 2 * NS
@@ -649,8 +649,8 @@ def test_time_never_runs_backwards_inside() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seqs": 0}, "max_seqs = 0"),
-        ({"max_seqs": 8, "max_step_tokens": 7}, "max_step_tokens = 7 is less than max_seqs = 8"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens = 7 is less than max_num_seqs = 8"),
         ({"max_chunk_tokens": 0}, "max_chunk_tokens = 0"),
         ({"max_waiting": 0}, "max_requests = 0"),
     ],
@@ -661,5 +661,5 @@ def test_impossible_limits_are_refused(options: dict[str, int], message: str) ->
 
 
 def test_the_context_is_clamped_to_the_pool() -> None:
-    assert Scheduler(KVCacheManager(9, 4), Aging(), max_context=10_000).max_context == 32
-    assert Scheduler(KVCacheManager(9, 4), Aging(), max_context=20).max_context == 20
+    assert Scheduler(KVCacheManager(9, 4), Aging(), max_model_len=10_000).max_model_len == 32
+    assert Scheduler(KVCacheManager(9, 4), Aging(), max_model_len=20).max_model_len == 20

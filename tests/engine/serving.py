@@ -29,7 +29,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def client(path: Path, **settings: Any) -> AsyncIterator[EngineClient]:
     options = {name: settings.pop(name) for name in OPTIONS if name in settings}
     text = ModelText.open(path)
-    config = EngineConfig(**{"num_blocks": 200, "max_seqs": 8, "num_threads": 1, **settings})
+    config = EngineConfig(**{"num_blocks": 200, "max_num_seqs": 8, "num_threads": 1, **settings})
     engine = EngineClient(path, text, config, **options)
     try:
         yield engine
@@ -41,7 +41,7 @@ async def client(path: Path, **settings: Any) -> AsyncIterator[EngineClient]:
 def request(engine: EngineClient, prompt: str = "The quick brown fox", **params: Any) -> GenerationRequest:
     others = {name: params.pop(name) for name in ("priority", "salt", "pins") if name in params}
     settings = GenerationParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
-    return engine.text.request(engine.text.encode(prompt, engine.max_context), settings, **others)
+    return engine.text.request(engine.text.encode(prompt, engine.max_model_len), settings, **others)
 
 
 async def stats(engine: EngineClient) -> Stats:

@@ -40,7 +40,7 @@ from quire.engine.worker.protocol import (
 from quire.engine.worker.worker import QUESTIONS, Observer, Worker
 from quire.errors import InvariantViolation
 
-CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
+CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
 LIMIT_S = 60.0
 
 

@@ -174,7 +174,7 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: BenchReport) -> None:
         ({"seconds": 0.5}, "seconds = 0.5"),
         ({"seconds": float("nan")}, "seconds = nan"),
         ({"seconds": 1e6}, "seconds = 1000000.0 is not a number from 1 to 3600"),
-        ({"max_seqs": 0}, "max_seqs = 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
     ],
 )
 def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -185,7 +185,7 @@ def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], me
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clients": (2, 100)}, "clients = 100 is more than max_seqs = 64"),
+        ({"clients": (2, 100)}, "clients = 100 is more than max_num_seqs = 64"),
         ({"prompt_tokens": 5000}, "speedup needs 5008 tokens of context, and the model has 4096"),
         ({"head_tokens": 1000}, "head_tokens = 1000 is not a multiple of"),
         ({"clients": (64,), "prompt_tokens": 200}, "num_blocks = 256 is too few"),
@@ -280,8 +280,8 @@ def test_decoding_beside_low_is_compared_with_decoding_alone() -> None:
 
 
 def test_the_backlog_outlasts_the_phase() -> None:
-    config = BenchConfig(seconds=30.0, max_seqs=4, output_tokens=64)
+    config = BenchConfig(seconds=30.0, max_num_seqs=4, output_tokens=64)
     assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
     assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # twice the slots, at least
-    assert backlog_size(replace(config, max_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
-    assert backlog_size(replace(config, max_seqs=4000), []) == 8000
+    assert backlog_size(replace(config, max_num_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
+    assert backlog_size(replace(config, max_num_seqs=4000), []) == 8000

@@ -225,7 +225,7 @@ def test_generations_that_share_their_news_all_come_to_their_end(tiny_model: Pat
 
 def test_a_cancelled_generation_is_over_and_one_that_waits_frees_its_place(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, backend="fake", max_seqs=1, device="20ms") as engine:
+        async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
             news = asyncio.Event()
             running = await engine.submit(request(engine, max_tokens=2000), news=news)
             waiting = await engine.submit(request(engine, max_tokens=2000), news=news)
@@ -261,7 +261,7 @@ def test_what_ends_work_is_sent_however_much_is_unread(tiny_model: Path, monkeyp
 
 def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, **SLOW, max_seqs=1) as engine:
+        async with client(tiny_model, **SLOW, max_num_seqs=1) as engine:
             running = await engine.submit(request(engine, max_tokens=3000, priority=Priority.HIGH))
             await until(lambda: running.is_started)
             others = [
@@ -290,7 +290,7 @@ def test_who_waits_is_counted_by_tier(tiny_model: Path) -> None:
 def test_preemptions_are_counted_and_nobody_starts_twice(tiny_model: Path) -> None:
     async def work() -> None:
         steps: list[Stepped] = []
-        async with client(tiny_model, **SLOW, max_seqs=1, on_step=steps.append) as engine:
+        async with client(tiny_model, **SLOW, max_num_seqs=1, on_step=steps.append) as engine:
             low = await engine.submit(request(engine, max_tokens=3000, priority=Priority.LOW))
             await until(lambda: bool(low.take()))
             waited_s = low.queued_s
@@ -342,7 +342,7 @@ def test_what_a_request_pins_outlives_what_others_need(tiny_model: Path) -> None
 
 def test_one_token_of_an_answer_is_enough_for_its_pin_and_none_is_not(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, backend="fake", max_seqs=1, device="10ms") as engine:
+        async with client(tiny_model, backend="fake", max_num_seqs=1, device="10ms") as engine:
             await engine.generate(request(engine, LONG, max_tokens=1, pins=(PinPrefix("one", 64, 600),)))
             assert (await stats(engine)).cache.num_pins == 1
             assert await engine.unpin("one")
@@ -456,7 +456,7 @@ def test_generations_cancelled_at_random_leave_nothing_held(tiny_model: Path) ->
         assert generation.is_over
 
     async def work() -> None:
-        async with client(tiny_model, backend="fake", num_blocks=40, max_seqs=4) as engine:
+        async with client(tiny_model, backend="fake", num_blocks=40, max_num_seqs=4) as engine:
             await engine.start()
             for _ in range(10):
                 await asyncio.gather(*(one(engine, number) for number in range(20)))

@@ -22,7 +22,7 @@ from quire.engine.engine import MAX_FAILED_STEPS, BrokenRunner, Engine, EngineOu
 from quire.engine.params import PinPrefix
 from quire.errors import ContextTooLong, InvalidRequest
 
-CAPACITY = Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50)
+CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
@@ -308,18 +308,18 @@ def test_a_request_that_ends_before_its_prompt_is_there_pins_nothing(end: str) -
 def sizes(capacity: Capacity, config: EngineConfig) -> tuple[int, int, int]:
     scheduler = make_scheduler(FakeRunner(capacity), config)
     planner = scheduler._planner
-    return scheduler.running.max_seqs, planner.max_step_tokens, planner.max_chunk_tokens
+    return scheduler.running.max_num_seqs, planner.max_num_batched_tokens, planner.max_chunk_tokens
 
 
 def test_sizes_nobody_named_are_the_runners() -> None:
     """A GPU says other sizes than a CPU. What the user says counts more; a step has room for everyone's next token."""
-    capacity = replace(CAPACITY, max_seqs=100, max_step_tokens=5000, max_chunk_tokens=3000)
+    capacity = replace(CAPACITY, max_num_seqs=100, max_num_batched_tokens=5000, max_chunk_tokens=3000)
     assert sizes(capacity, EngineConfig()) == (100, 5000, 3000)
-    assert sizes(capacity, EngineConfig(max_step_tokens=400, max_chunk_tokens=30)) == (100, 400, 30)
-    assert sizes(capacity, EngineConfig(max_step_tokens=7)) == (100, 100, 3000)
+    assert sizes(capacity, EngineConfig(max_num_batched_tokens=400, max_chunk_tokens=30)) == (100, 400, 30)
+    assert sizes(capacity, EngineConfig(max_num_batched_tokens=7)) == (100, 100, 3000)
     unnamed = EngineConfig().backend_options()
-    assert unnamed.max_seqs is unnamed.max_step_tokens is unnamed.max_chunk_tokens is None
-    assert EngineConfig(max_seqs=9, max_step_tokens=90).backend_options().max_seqs == 9
+    assert unnamed.max_num_seqs is unnamed.max_num_batched_tokens is unnamed.max_chunk_tokens is None
+    assert EngineConfig(max_num_seqs=9, max_num_batched_tokens=90).backend_options().max_num_seqs == 9
 
 
 def test_what_a_cpu_and_a_fake_choose(tiny_model: Path) -> None:
@@ -327,8 +327,12 @@ def test_what_a_cpu_and_a_fake_choose(tiny_model: Path) -> None:
         config = EngineConfig(backend=backend, device="cpu" if backend == "torch" else "auto", num_blocks=50)
         engine = make_engine(tiny_model, config)
         capacity = engine.capacity
-        assert (capacity.max_seqs, capacity.max_step_tokens, capacity.max_chunk_tokens) == (DEFAULT_MAX_SEQS, 2048, 512)
+        assert (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_chunk_tokens) == (
+            DEFAULT_MAX_SEQS,
+            2048,
+            512,
+        )
         engine.close()
-    engine = make_engine(tiny_model, EngineConfig(device="cpu", num_blocks=50, max_seqs=5))
-    assert engine.capacity.max_seqs == engine.scheduler.running.max_seqs == 5
+    engine = make_engine(tiny_model, EngineConfig(device="cpu", num_blocks=50, max_num_seqs=5))
+    assert engine.capacity.max_num_seqs == engine.scheduler.running.max_num_seqs == 5
     engine.close()

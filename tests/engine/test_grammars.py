@@ -270,7 +270,7 @@ def test_ignoring_the_end_contradicts_a_grammar() -> None:
 
 def ask(engine: EngineClient, prompt: str = "The quick", **params: Any) -> GenerationRequest:
     settings = GenerationParams(**{"max_tokens": 60, "seed": 1, **params})
-    return engine.text.request(engine.text.encode(prompt, engine.max_context), settings)
+    return engine.text.request(engine.text.encode(prompt, engine.max_model_len), settings)
 
 
 async def answer(engine: EngineClient, **params: Any) -> GenerationOutput:
@@ -334,7 +334,7 @@ def test_a_hostile_grammar_disturbs_nobody(tiny_model: Path) -> None:
     """A stream goes on while one is compiled for two seconds of a core, and the worker is the same afterwards."""
 
     async def work() -> None:
-        async with client(tiny_model, backend="fake", device="5ms", max_seqs=32) as engine:
+        async with client(tiny_model, backend="fake", device="5ms", max_num_seqs=32) as engine:
             await engine.start()
             pid = engine.worker_pid
             first = await answer(engine, grammar=regex_grammar("a"))  # the child has started
@@ -387,7 +387,7 @@ def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> Non
 @pytest.mark.parametrize("backend", ["native", "torch", "fake"])
 def test_the_same_seed_gives_the_same_answer_in_a_crowd(tiny_model: Path, backend: str) -> None:
     """With a pool so small that some are preempted and come back."""
-    with LLM(tiny_model, backend=backend, num_blocks=24, max_seqs=8, num_threads=1, block_size=16) as llm:
+    with LLM(tiny_model, backend=backend, num_blocks=24, max_num_seqs=8, num_threads=1, block_size=16) as llm:
         params = [
             GenerationParams(
                 grammar=[json_schema_grammar(PERSON), regex_grammar("[a-z]{40}"), None][i % 3],

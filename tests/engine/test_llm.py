@@ -24,7 +24,7 @@ SHORT = GenerationParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, num_blocks=300, max_seqs=8, num_threads=1, max_waiting=16) as llm:
+    with LLM(tiny_model, num_blocks=300, max_num_seqs=8, num_threads=1, max_waiting=16) as llm:
         yield llm
 
 
@@ -246,7 +246,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
     with pytest.raises(InvalidRequest, match="max_sequences"):
         LLM(tiny_model, max_sequences=3)
-    wrong: dict[str, Any] = {"block_size": 10**7, "max_seqs": 10**8, "patience_s": "x", "is_caching": "no"}
+    wrong: dict[str, Any] = {"block_size": 10**7, "max_num_seqs": 10**8, "patience_s": "x", "is_caching": "no"}
     for name in wrong:
         with pytest.raises(InvalidRequest, match=f"{name} = "):
             LLM(tiny_model, **{name: wrong[name]})
@@ -260,8 +260,8 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
         LLM(tiny_model, num_blocks=10**9)
     with pytest.raises(InvalidRequest, match="num_threads = 5000 is more than"):
         LLM(tiny_model, num_threads=5000)
-    with pytest.raises(InvalidRequest, match="max_context = 5000 is more than the 4096"):
-        LLM(tiny_model, max_context=5000)
+    with pytest.raises(InvalidRequest, match="max_model_len = 5000 is more than the 4096"):
+        LLM(tiny_model, max_model_len=5000)
     with pytest.raises(ModelNotFound):
         LLM("no-such-model-anywhere")
 
@@ -270,4 +270,4 @@ def test_a_budget_sizes_the_pool(tiny_model: Path) -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 32 * 4  # keys and values, layers, heads, head size, tokens, fp32
     with LLM(tiny_model, backend="torch", kv_bytes=10 * bytes_per_block + 5, num_threads=1) as llm:
         assert llm.engine.capacity.num_blocks == 10
-        assert llm.max_context == 9 * 32
+        assert llm.max_model_len == 9 * 32

@@ -19,7 +19,7 @@ from quire.sim.server_log import read_log
 from quire.sim.simulator import SimConfig, StepTime, simulate
 from quire.sim.traces import TraceRequest, read_trace
 
-CONFIG = SimConfig(num_blocks=500, max_seqs=16, max_step_tokens=256, max_chunk_tokens=128)
+CONFIG = SimConfig(num_blocks=500, max_num_seqs=16, max_num_batched_tokens=256, max_chunk_tokens=128)
 SHAPES = [(8, 1, 1), (8, 33, 1), (512, 1, 1), (512, 33, 1), (8, 33, 8)]
 STEP = StepTime(base_ms=4.0, token_us=150.0, context_us=2.5)
 
@@ -141,7 +141,7 @@ def test_predicted_is_the_simulators_with_the_way_there_and_back() -> None:
 
 
 def test_the_context_of_the_server_holds_in_the_simulator() -> None:
-    report = simulate([TraceRequest(0.0, 64, 5)], replace(CONFIG, max_context=50), STEP)
+    report = simulate([TraceRequest(0.0, 64, 5)], replace(CONFIG, max_model_len=50), STEP)
     assert predicted(report, 0.0).endings["refused"] == 1
 
 

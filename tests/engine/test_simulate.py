@@ -49,8 +49,8 @@ def test_equal_names_are_one_prefix_and_answers_can_be_continued() -> None:
 
 def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
     trace = [TraceRequest(0.0, 10, 20, priority=Priority.LOW), TraceRequest(0.5, 10, 2, priority=Priority.HIGH)]
-    aging = simulate(trace, SimConfig(policy="aging", max_seqs=1), SECOND)
-    fcfs = simulate(trace, SimConfig(policy="fcfs", max_seqs=1), SECOND)
+    aging = simulate(trace, SimConfig(policy="aging", max_num_seqs=1), SECOND)
+    fcfs = simulate(trace, SimConfig(policy="fcfs", max_num_seqs=1), SECOND)
     assert (aging.num_preemptions, fcfs.num_preemptions) == (1, 0)
     waits = [report.tier(Priority.HIGH)[0].wait_s for report in (aging, fcfs)]
     assert waits[0] == 0.5
@@ -78,7 +78,7 @@ def test_a_low_backlog_does_not_delay_high_under_fair() -> None:
 
 def test_low_is_served_while_high_saturates_the_machine_and_tenants_share_a_tier() -> None:
     step_time = MACHINES["h200-llama3-8b"].step_time
-    config = SimConfig(num_blocks=4096, max_seqs=16)
+    config = SimConfig(num_blocks=4096, max_num_seqs=16)
     trace = SCENARIOS["saturated"](300, 40.0, 1)
     fair, fcfs = (simulate(trace, replace(config, policy=name), step_time) for name in ("fair", "fcfs"))
     assert p95_ttft_s(fair, Priority.LOW) < p95_ttft_s(fcfs, Priority.LOW) / 2
@@ -90,7 +90,7 @@ def test_low_is_served_while_high_saturates_the_machine_and_tenants_share_a_tier
 
 def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
     trace = [TraceRequest(0, 10, 100, cancel_after_s=5.0), TraceRequest(0, 10, 100, cancel_after_s=0.0)]
-    report = simulate(trace, SimConfig(max_seqs=1), SECOND)
+    report = simulate(trace, SimConfig(max_num_seqs=1), SECOND)
     assert [record.outcome for record in report.records] == [Outcome.LEFT, Outcome.LEFT]
     assert report.records[0].num_outputs in (4, 5)
     assert report.records[1].num_outputs == 0
@@ -101,7 +101,7 @@ def test_what_never_fits_is_refused_and_counted() -> None:
     report = simulate([TraceRequest(0, 10_000, 1), TraceRequest(0, 10, 1)], SimConfig(num_blocks=10), SECOND)
     assert [record.outcome for record in report.records] == [Outcome.TOO_LONG, Outcome.FINISHED]
     assert report.records[1].finish_s == 1.0
-    full = simulate([TraceRequest(0, 10, 9)] * 3, SimConfig(max_seqs=1, max_waiting=1), SECOND)
+    full = simulate([TraceRequest(0, 10, 9)] * 3, SimConfig(max_num_seqs=1, max_waiting=1), SECOND)
     assert [record.outcome for record in full.records] == [Outcome.FINISHED, Outcome.QUEUE_FULL, Outcome.QUEUE_FULL]
 
 

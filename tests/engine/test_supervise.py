@@ -49,7 +49,7 @@ def kill(engine: EngineClient, number: signal.Signals = signal.SIGKILL) -> int:
 
 def test_who_ran_is_told_of_the_death_and_who_waited_may_ask_again(tiny_model: Path) -> None:
     async def work() -> None:
-        async with client(tiny_model, backend="fake", max_seqs=1, device="20ms") as engine:
+        async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
             news = asyncio.Event()
             running = await engine.submit(request(engine, max_tokens=3000), news=news)
             waiting = await engine.submit(request(engine), news=news)

@@ -438,7 +438,7 @@ class _Recorder:
 
 def watched(*, has_overlap: bool) -> tuple[Worker, Engine, _Recorder]:
     """A worker that has warmed up, what it runs and what it said."""
-    runner = FakeRunner(Capacity(400, 4, max_seqs=4, max_context=1000, vocab_size=50, has_overlap=has_overlap))
+    runner = FakeRunner(Capacity(400, 4, max_num_seqs=4, max_model_len=1000, vocab_size=50, has_overlap=has_overlap))
     engine = Engine(runner, make_scheduler(runner, EngineConfig()))
     channel = _Recorder()
     worker = Worker(channel, engine, Observer())  # type: ignore[arg-type]
@@ -511,7 +511,7 @@ def test_the_first_steps_of_a_run_are_not_learned_from(has_overlap: bool, monkey
 
 def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block costs about 140 bytes and a microsecond: the pool of a large GPU has 200,000 of them."""
-    runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_seqs=4, max_context=100, vocab_size=50))
+    runner = FakeRunner(Capacity(num_blocks=4000, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50))
     worker = Worker(_Recorder(), Engine(runner, make_scheduler(runner, EngineConfig())), Observer())  # type: ignore[arg-type]
     sizes: list[int] = []
 
@@ -577,7 +577,7 @@ class _Preparing(FakeRunner):
 
     def __init__(self, num_pieces: int, failing: int = -1) -> None:
         super().__init__(
-            Capacity(num_blocks=40, block_size=4, max_seqs=4, max_context=100, vocab_size=50, has_overlap=False)
+            Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50, has_overlap=False)
         )
         self.engine = Engine(self, make_scheduler(self, EngineConfig()))
         self.num_left = num_pieces

@@ -29,7 +29,7 @@ SHORT = 64  # tokens: a fake model would go on to the end of the context
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_context=32_768)
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / MODEL, max_model_len=32_768)
     options = (*FAKE[:2], "--num-blocks", "2000", "--served-model-name", MODEL)
     with serving(str(folder), *options) as server:
         yield server

@@ -23,8 +23,8 @@ from quire.server.observability.request_record import RequestRecord
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 READY = Ready(
-    capacity=Capacity(num_blocks=65, block_size=32, max_seqs=8, max_context=2048, vocab_size=100),
-    max_context=1024,
+    capacity=Capacity(num_blocks=65, block_size=32, max_num_seqs=8, max_model_len=2048, vocab_size=100),
+    max_model_len=1024,
     facts=RunnerFacts("torch 2", "cpu", "float32", 2),
     timings_s={},
 )

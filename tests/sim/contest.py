@@ -47,19 +47,21 @@ class Contest:
         self.loads = loads
         self.fair = Fair()
         self.fair.ledger.cost = random.choice(COSTS)
-        self.max_seqs = random.choice((1, 2, 4, 8, 16))
-        self.max_step_tokens = self.max_seqs + random.choice((4, 16, 64))
+        self.max_num_seqs = random.choice((1, 2, 4, 8, 16))
+        self.max_num_batched_tokens = self.max_num_seqs + random.choice((4, 16, 64))
         longest = MAX_PROMPT + MAX_ANSWER
-        num_blocks = 1 + self.max_seqs * -(-longest // 4) * random.choice((1, 2))
+        num_blocks = 1 + self.max_num_seqs * -(-longest // 4) * random.choice((1, 2))
         self.scheduler = Scheduler(
-            KVCacheManager(num_blocks + 2 * self.max_seqs, 4, observe=self._observe),
+            KVCacheManager(num_blocks + 2 * self.max_num_seqs, 4, observe=self._observe),
             self.fair,
-            max_seqs=self.max_seqs,
-            max_step_tokens=self.max_step_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=random.choice((4, 16, 64)),
             observe=self._observe,
         )
-        self.drain_tokens = self.max_seqs * longest + self.max_step_tokens  # until a slot and its blocks are free
+        self.drain_tokens = (
+            self.max_num_seqs * longest + self.max_num_batched_tokens
+        )  # until a slot and its blocks are free
         self.served: Counter[Priority] = Counter()
         self.served_tenants: Counter[tuple[Priority, str]] = Counter()
         self.arrivals: dict[int, Arrival] = {}  # of requests that have not started

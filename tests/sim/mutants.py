@@ -158,8 +158,8 @@ MUTANTS = (
     _mutant(
         "decodes not reserved",
         "core/planner.py",
-        "self.max_step_tokens - len(self._running), has",
-        "self.max_step_tokens, has",
+        "self.max_num_batched_tokens - len(self._running), has",
+        "self.max_num_batched_tokens, has",
     ),
     _mutant(
         "preemption within a tier",

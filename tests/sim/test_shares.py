@@ -16,7 +16,7 @@ ENDLESS = 40  # requests of a load that wait at any time
 def test_a_tier_gets_its_share_though_higher_tiers_never_stop(others: tuple[Priority, ...]) -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in (*others, LOW)])
-        bound = 2 * contest.max_step_tokens + contest.drain_tokens
+        bound = 2 * contest.max_num_batched_tokens + contest.drain_tokens
         for _ in range(300):
             contest.step()
             for tier in {NORMAL, LOW} & {*others, LOW} - {min(others)}:
@@ -36,7 +36,7 @@ def test_a_request_starts_within_the_bound_that_the_policy_states() -> None:
                 one.request.priority,
                 one.own + len(one.request.tokens),
                 contest.drain_tokens,
-                contest.max_step_tokens,
+                contest.max_num_batched_tokens,
             )
             assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
 
@@ -57,7 +57,7 @@ def test_high_starts_within_two_steps_at_any_moment_of_an_endless_low_backlog() 
 def test_high_starts_within_two_steps_beside_saturated_normal_and_low() -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
-        if contest.max_seqs < 2:
+        if contest.max_num_seqs < 2:
             continue  # the one slot may be LOW's, for as long as it is owed
         for number in range(400):
             if number % 31 == 30:
@@ -76,7 +76,7 @@ def test_a_higher_tier_keeps_what_the_guarantees_leave() -> None:
             contest.step()
         total = sum(contest.served.values())
         # Where a third of a step is left to lower tiers, they may have more than their guaranteed 3/8 of few tokens.
-        slack = 2 * contest.max_step_tokens + contest.drain_tokens
+        slack = 2 * contest.max_num_batched_tokens + contest.drain_tokens
         if contest.fair.ledger.cost is None:
             assert contest.served[HIGH] >= 5 / 8 * total - slack, f"seed {seed}: {contest.served}"
 
@@ -87,9 +87,9 @@ def test_a_tier_alone_gets_everything() -> None:
         contest.fair.ledger.cost = None
         for _ in range(200):
             plan = contest.step()
-            is_full = len(plan.slices) == contest.max_seqs or plan.num_tokens == contest.max_step_tokens
+            is_full = len(plan.slices) == contest.max_num_seqs or plan.num_tokens == contest.max_num_batched_tokens
             # A head that does not fit waits for memory: the longest request, and a block for everyone who runs.
-            assert is_full or contest.scheduler.cache.pool.num_free < 13 + contest.max_seqs, f"seed {seed}"
+            assert is_full or contest.scheduler.cache.pool.num_free < 13 + contest.max_num_seqs, f"seed {seed}"
         assert contest.num_preemptions == 0
 
 
@@ -97,7 +97,7 @@ def test_tenants_of_a_tier_share_it_whatever_they_ask_for() -> None:
     for seed in SEEDS:
         loads = [Load(NORMAL, "batch", ENDLESS), Load(NORMAL, "person", 2 * 16)]
         contest = Contest(seed, loads)
-        bound = 2 * (contest.max_step_tokens + contest.drain_tokens)
+        bound = 2 * (contest.max_num_batched_tokens + contest.drain_tokens)
         for _ in range(300):
             contest.step()
             one, other = (contest.served_tenants[NORMAL, load.tenant] for load in loads)

@@ -82,10 +82,10 @@ class Book:
 class Setup:
     block_size: int
     num_blocks: int
-    max_seqs: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_chunk_tokens: int
-    max_context: int | None
+    max_model_len: int | None
     max_waiting: int
     patience_s: float | str | None  # None: first come, first served; `FAIR`: no patience, but shares
     cost: StepCost | None  # where rows cost time
@@ -98,16 +98,16 @@ class Setup:
     @staticmethod
     def draw(random: Random) -> Setup:
         block_size = random.choice((1, 2, 4, 4, 8, 8, 16, 32))
-        max_seqs = random.choice((1, 2, 3, 4, 6, 8))
+        max_num_seqs = random.choice((1, 2, 3, 4, 6, 8))
         most = max(4, 320 // block_size)
         num_blocks = random.choice((3, 4, 5, 6, random.randint(3, most), random.randint(3, most)))
         return Setup(
             block_size=block_size,
             num_blocks=min(num_blocks, most),
-            max_seqs=max_seqs,
-            max_step_tokens=max_seqs + random.choice((0, 1, 4, 16, 64)),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + random.choice((0, 1, 4, 16, 64)),
             max_chunk_tokens=random.choice((1, 2, 3, 5, 8, 16, 64)),
-            max_context=random.choice((None, None, random.randint(2, 200))),
+            max_model_len=random.choice((None, None, random.randint(2, 200))),
             max_waiting=random.choice((2, 16, 64, 64)),
             patience_s=random.choice((FAIR, FAIR, FAIR, FAIR, FAIR, None, 0.0, 0.02, 0.2, 2.0)),
             cost=random.choice((None, None, StepCost(1, 10), StepCost(5_000_000, 2_000_000), StepCost(10**9, 10**8))),
@@ -142,16 +142,18 @@ class World:
         self.scheduler = Scheduler(
             cache,
             self.policy,
-            max_seqs=setup.max_seqs,
-            max_step_tokens=setup.max_step_tokens,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
             max_chunk_tokens=setup.max_chunk_tokens,
-            max_context=setup.max_context,
+            max_model_len=setup.max_model_len,
             max_waiting=setup.max_waiting,
             observe=self._observe,
         )
         capacity_tokens = (setup.num_blocks - 1) * setup.block_size
-        self.max_context = min(setup.max_context or capacity_tokens, capacity_tokens)
-        capacity = Capacity(setup.num_blocks, setup.block_size, setup.max_seqs, self.max_context, setup.vocab_size)
+        self.max_model_len = min(setup.max_model_len or capacity_tokens, capacity_tokens)
+        capacity = Capacity(
+            setup.num_blocks, setup.block_size, setup.max_num_seqs, self.max_model_len, setup.vocab_size
+        )
         self.runner = FakeRunner(capacity, is_late=setup.is_late, seed=seed)
         self.books: dict[int, Book] = {}  # alive
         self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of requests that ended: conversations go on
@@ -173,7 +175,7 @@ class World:
         self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
         self._depth: dict[bytes, int] = {}  # position -> tokens before it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
-        self._heads = [self._tokens(self.random.randint(1, max(1, self.max_context // 2))) for _ in range(3)]
+        self._heads = [self._tokens(self.random.randint(1, max(1, self.max_model_len // 2))) for _ in range(3)]
         self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
 
     # Running
@@ -262,8 +264,8 @@ class World:
             if random.random() < 0.4:
                 prompt += random.choice(self._middles)
             prompt += self._tokens(random.randint(0 if prompt else 1, 6))
-        if len(prompt) >= self.max_context and random.random() < 0.95:
-            prompt = prompt[: random.randint(1, max(1, self.max_context - 1))]
+        if len(prompt) >= self.max_model_len and random.random() < 0.95:
+            prompt = prompt[: random.randint(1, max(1, self.max_model_len - 1))]
         return prompt
 
     def _sampling(self) -> SamplingParams:
@@ -316,7 +318,7 @@ class World:
     def _submit(self, request: Request, sample_index: int = 0) -> None:
         prompt = [*request.tokens]
         is_fork = request.parent is not None
-        should_fit = len(prompt) + 1 <= self.max_context
+        should_fit = len(prompt) + 1 <= self.max_model_len
         try:
             self.scheduler.add(request, self.clock_ns)
         except ContextTooLong:
@@ -336,7 +338,7 @@ class World:
             raise WorldFailure(
                 f"sample {sample_index} of one prompt draws the numbers of sample {sampling.sample_index}"
             )
-        limit = min(len(prompt) + (sampling.max_tokens or self.max_context), self.max_context) - len(prompt)
+        limit = min(len(prompt) + (sampling.max_tokens or self.max_model_len), self.max_model_len) - len(prompt)
         tokens = run_alone(prompt, sampling, limit, block_size=self.setup.block_size, vocab_size=self.setup.vocab_size)
         reason = FinishReason.LENGTH
         for count, token in enumerate(tokens, 1):
@@ -680,7 +682,7 @@ class World:
         setup = self.setup
         planned = {piece.request_id: piece for piece in plan.slices}
         self._require(len(planned) == len(plan.slices), "a request stands twice in a plan")
-        self._require(plan.num_tokens <= setup.max_step_tokens, "the token budget was exceeded")
+        self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
         for slot in plan.released:
             self._slots.pop(slot, None)
         for piece in plan.slices:
@@ -763,11 +765,11 @@ class World:
             and other.request_id not in self._admitted
         ]
         num_reserved = len(scheduler.running) - len(plan.slices)  # every running request has a token set aside
-        is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_step_tokens
-        num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_seqs // 2)
+        is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_num_batched_tokens
+        num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_num_seqs // 2)
         shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
         held = scheduler.running.counts
-        may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_seqs)]
+        may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_num_seqs)]
         # What is free may be kept for a tier that is owed.
         is_kept = bool(self._owed & {book.request.priority for book in self._ready()})
         has_slot = bool(may_lose) or (scheduler.running.num_free_slots > num_kept and not is_kept)

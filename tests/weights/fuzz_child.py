@@ -127,7 +127,7 @@ def open_and_read_all(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     try:
         checkpoint.tokenizer_files()
-        checkpoint.spec.rope.inverse_frequencies(checkpoint.spec.max_context)
+        checkpoint.spec.rope.inverse_frequencies(checkpoint.spec.max_model_len)
         check_tensors(checkpoint)
         for name in checkpoint.tensors:
             to_float32(checkpoint.read(name))

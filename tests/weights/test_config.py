@@ -20,7 +20,7 @@ def spec(architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelSpec:
 def test_llama() -> None:
     one = spec(attention_bias=True, mlp_bias=True, rope_theta=5e5, tie_word_embeddings=True)
     assert (one.hidden_size, one.ffn_size, one.num_heads, one.num_kv_heads) == (HIDDEN, FFN, HEADS, KV_HEADS)
-    assert (one.head_size, one.vocab_size, one.max_context) == (HEAD, VOCAB, 256)
+    assert (one.head_size, one.vocab_size, one.max_model_len) == (HEAD, VOCAB, 256)
     assert (one.rope.theta, one.rope.rotary_size, one.rope.factors) == (5e5, HEAD, ())
     assert (one.has_qkv_bias, one.has_output_bias, one.has_mlp_bias, one.is_tied) == (True, True, True, True)
     assert (one.windows, one.activation, one.attention_scale) == ((0, 0), Activation.SILU, HEAD**-0.5)

@@ -18,7 +18,7 @@ class Limits:
 
     num_blocks: int
     block_size: int
-    max_context: int
+    max_model_len: int
     vocab_size: int
 
 
@@ -48,7 +48,7 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
     for piece in slices:
         _refuse(
             length=piece.length < 1 or piece.length != (len(piece.tokens) or 1),
-            start=piece.start < 0 or piece.start + piece.length > limits.max_context,
+            start=piece.start < 0 or piece.start + piece.length > limits.max_model_len,
             slot=not 0 <= piece.slot < len(last_samples),
         )
         end = piece.start + piece.length

@@ -29,10 +29,10 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
         raise InvalidRequest(
             f"dtype = {options.dtype!r}: the native backend keeps weights in 4 and 8 bits; --backend torch has others"
         )
-    max_context = options.max_context or spec.max_context
-    if max_context > spec.max_context:
-        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
-    max_seqs = options.max_seqs or DEFAULT_MAX_SEQS
+    max_model_len = options.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+    max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     num_threads = choose_threads(options.num_threads)
     packed = pack_model(checkpoint, num_threads, progress)
     engine = Engine(num_threads)
@@ -42,12 +42,12 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             spec,
             packed,
             engine,
-            num_blocks=PoolRequest(options, per_block, max_context).num_blocks_on_cpu(),
+            num_blocks=PoolRequest(options, per_block, max_model_len).num_blocks_on_cpu(),
             block_size=options.block_size,
-            max_context=max_context,
+            max_model_len=max_model_len,
             precision=options.precision,
         )
     except BaseException:
         engine.close()
         raise
-    return NativeRunner(model, max_seqs=max_seqs)
+    return NativeRunner(model, max_num_seqs=max_num_seqs)

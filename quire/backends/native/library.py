@@ -75,7 +75,7 @@ class Model(ctypes.Structure):
         ("head_size", ctypes.c_int32),
         ("rotary_size", ctypes.c_int32),
         ("vocab_size", ctypes.c_int32),
-        ("max_context", ctypes.c_int32),
+        ("max_model_len", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
         ("attention_scale", ctypes.c_float),

@@ -28,22 +28,22 @@ class NativeModel:
         *,
         num_blocks: int,
         block_size: int,
-        max_context: int,
+        max_model_len: int,
         precision: str = "balanced",
     ) -> None:
         self.spec = spec
         self.precision = precision
         self.engine = engine
-        self.limits = Limits(num_blocks, block_size, max_context, spec.vocab_size)
+        self.limits = Limits(num_blocks, block_size, max_model_len, spec.vocab_size)
         self._packed = packed
-        self._angles = {rope: _angles(rope, max_context) for rope in {spec.rope, spec.local_rope or spec.rope}}
+        self._angles = {rope: _angles(rope, max_model_len) for rope in {spec.rope, spec.local_rope or spec.rope}}
         layers = (Layer * spec.num_layers)(*packed.layers)
         for index, layer in enumerate(layers):
             rope = spec.local_rope if spec.windows[index] and spec.local_rope else spec.rope
             cosines, sines = self._angles[rope]
             layer.cosines, layer.sines = cosines.ctypes.data, sines.ctypes.data
         self._layers = layers
-        self._args = _model_args(spec, packed, layers, max_context)
+        self._args = _model_args(spec, packed, layers, max_model_len)
         self._args.refine = REFINED[precision]
         self._args.is_half_attention = may_attend_in_halves(spec, precision)
         self._args.num_blocks, self._args.block_size = num_blocks, block_size
@@ -98,7 +98,7 @@ class NativeModel:
             tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None],
             sampled=(),
         )
-        if num_blocks >= self.limits.num_blocks or len(tokens) > self.limits.max_context:
+        if num_blocks >= self.limits.num_blocks or len(tokens) > self.limits.max_model_len:
             raise ValueError(f"{len(tokens)} tokens are more than the pool holds")
         return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
 
@@ -135,7 +135,7 @@ def zeroed(num_bytes: int) -> Bytes:
     return np.zeros(num_bytes + 64, np.uint8)
 
 
-def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer], max_context: int) -> Model:
+def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer], max_model_len: int) -> Model:
     return Model(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -145,7 +145,7 @@ def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer
         head_size=spec.head_size,
         rotary_size=spec.rope.rotary_size,
         vocab_size=spec.vocab_size,
-        max_context=max_context,
+        max_model_len=max_model_len,
         activation=0 if spec.activation is Activation.SILU else 1,
         norm_eps=spec.norm_eps,
         attention_scale=spec.attention_scale,
@@ -159,8 +159,8 @@ def _model_args(spec: ModelSpec, packed: PackedModel, layers: ctypes.Array[Layer
     )
 
 
-def _angles(rope: RopeSpec, max_context: int) -> tuple[Floats, Floats]:
-    frequencies = np.array(rope.inverse_frequencies(max_context), np.float32)
-    angles = np.arange(max_context, dtype=np.float32)[:, None] * frequencies
+def _angles(rope: RopeSpec, max_model_len: int) -> tuple[Floats, Floats]:
+    frequencies = np.array(rope.inverse_frequencies(max_model_len), np.float32)
+    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
     factor = np.float32(rope.attention_factor)
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)

@@ -39,19 +39,19 @@ class _Step:
 
 
 class NativeRunner:
-    def __init__(self, model: NativeModel, *, max_seqs: int) -> None:
+    def __init__(self, model: NativeModel, *, max_num_seqs: int) -> None:
         limits = model.limits
         self.model = model
         self._capacity = Capacity(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            max_seqs=max_seqs,
-            max_context=limits.max_context,
+            max_num_seqs=max_num_seqs,
+            max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             has_overlap=False,  # it computes while it is called
             has_costly_rows=True,
         )
-        self._last_samples: Ints = np.zeros(max_seqs, np.int32)
+        self._last_samples: Ints = np.zeros(max_num_seqs, np.int32)
         self._penalties = Penalties(limits.vocab_size)
         self._sampler = NativeSampler(model.engine.library, model.engine.handle)
         self._forwarded: _Forwarded | None = None

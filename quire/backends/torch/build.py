@@ -33,10 +33,10 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(options.num_threads))
-    max_context = options.max_context or spec.max_context
-    if max_context > spec.max_context:
-        raise InvalidRequest(f"{max_context = } is more than the {spec.max_context} this model was made for")
-    max_seqs = options.max_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
+    max_model_len = options.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+    max_num_seqs = options.max_num_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
         if device.type == "cuda" and _has_triton():
             from quire.backends.torch import build_cuda  # Triton is not everywhere
@@ -44,19 +44,26 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
             compiling = build_cuda.start_compiling(spec, dtype, options.block_size, device)
             if _works():  # takes a second or two, the first time
                 return build_cuda.make_cuda_runner(
-                    checkpoint, options, dtype, device, compiling, progress, max_seqs=max_seqs, max_context=max_context
+                    checkpoint,
+                    options,
+                    dtype,
+                    device,
+                    compiling,
+                    progress,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
                 )
             compiling.cancel()
         weights = load_weights(checkpoint, dtype, device, progress)
-        model = MODELS[spec.family](spec, weights, max_context)
-        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_context)
+        model = MODELS[spec.family](spec, weights, max_model_len)
+        pool = PoolRequest(options, block_bytes(spec, options.block_size, dtype), max_model_len)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             num_blocks = pool.num_blocks(free, int(free * CUDA_SHARE))
         else:
             num_blocks = pool.num_blocks_on_cpu()
         store = KVStore(spec, num_blocks, options.block_size, dtype, device)
-    return TorchRunner(model, store, max_seqs=max_seqs, max_context=max_context)
+    return TorchRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
 
 
 def _has_triton() -> bool:

@@ -49,22 +49,24 @@ def make_cuda_runner(
     compiling: Compiling,
     progress: Progress | None,
     *,
-    max_seqs: int,
-    max_context: int,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> CudaRunner:
     clock = [time.monotonic()]
     weights = load_weights(checkpoint, dtype, device, progress)
-    model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_context)
+    model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, max_model_len)
     clock.append(time.monotonic())
     compiling.wait()
     clock.append(time.monotonic())
     launch(first_calls(checkpoint.spec, dtype, options.block_size, device), device)
     clock.append(time.monotonic())
-    step_tokens = max(options.max_step_tokens or default_step_tokens(model.spec), max_seqs)
-    needed = measure_step(model, options.block_size, dtype, step_tokens, max_seqs, max_context)
-    reserved = needed + _reserved_for_graphs(needed, step_tokens, max_seqs) + _reserved_for_rare(model.spec, max_seqs)
+    step_tokens = max(options.max_num_batched_tokens or default_step_tokens(model.spec), max_num_seqs)
+    needed = measure_step(model, options.block_size, dtype, step_tokens, max_num_seqs, max_model_len)
+    reserved = (
+        needed + _reserved_for_graphs(needed, step_tokens, max_num_seqs) + _reserved_for_rare(model.spec, max_num_seqs)
+    )
     free, total = torch.cuda.mem_get_info(device)
-    pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_context)
+    pool = PoolRequest(options, block_bytes(model.spec, options.block_size, dtype), max_model_len)
     num_blocks = pool.num_blocks(free - reserved, free - reserved - int(MARGIN * total))
     clock.append(time.monotonic())
     log.info("seconds: weights %.2f, compiled %.2f, loaded %.2f, measured %.2f", *map(sub, clock[1:], clock))
@@ -73,22 +75,22 @@ def make_cuda_runner(
     return CudaRunner(
         model,
         store,
-        max_seqs=max_seqs,
-        max_context=max_context,
-        max_step_tokens=step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=step_tokens,
         max_chunk_tokens=options.max_chunk_tokens or step_tokens,
     )
 
 
-def _reserved_for_graphs(needed: int, step_tokens: int, max_seqs: int) -> int:
+def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int) -> int:
     """They have a pool of their own, which takes what the step of most rows takes; and the driver keeps something."""
-    num_graphs = 4 * len(graph_sizes(max_seqs))  # with and without parts, with and without siblings
-    return needed * max_seqs // step_tokens + GRAPH_BYTES * num_graphs
+    num_graphs = 4 * len(graph_sizes(max_num_seqs))  # with and without parts, with and without siblings
+    return needed * max_num_seqs // step_tokens + GRAPH_BYTES * num_graphs
 
 
-def _reserved_for_rare(spec: ModelSpec, max_seqs: int) -> int:
+def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
     """What penalties keep, and what they and logprobs take for a moment: a number for every token of every row."""
-    return 3 * 4 * max_seqs * spec.vocab_size
+    return 3 * 4 * max_num_seqs * spec.vocab_size
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
@@ -100,7 +102,7 @@ def default_step_tokens(spec: ModelSpec) -> int:
 
 
 def measure_step(
-    model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_seqs: int, max_context: int
+    model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Bytes that the largest step takes while it runs: everyone's prompt, and a token for each.
 
@@ -109,10 +111,10 @@ def measure_step(
     device = model.embedding.device
     torch.cuda.synchronize(device)
     base = torch.cuda.memory_allocated(device)
-    length = max(min(-(-step_tokens // max_seqs), max_context), 1)
+    length = max(min(-(-step_tokens // max_num_seqs), max_model_len), 1)
     table = range(1, 1 - (-length // block_size))  # everyone's: what they read does not matter
     store = KVStore(model.spec, len(table) + 1, block_size, dtype, device)
-    runner = CudaRunner(model, store, max_seqs=max_seqs, max_context=max_context)
+    runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length
     for start, count in ((0, length), (length - 1, 1)):  # a prompt each, and its last token again: a decode
@@ -130,7 +132,7 @@ def measure_step(
                 sampling=SamplingParams(temperature=1.0, max_tokens=1),
                 num_prompt_tokens=length,
             )
-            for slot in range(max_seqs)
+            for slot in range(max_num_seqs)
         )
         runner.forward(StepPlan(slices, (), ()))
         runner.sample(None)

@@ -83,9 +83,9 @@ class CudaRunner:
         model: LlamaModel,
         store: KVStore,
         *,
-        max_seqs: int,
-        max_context: int,
-        max_step_tokens: int = 8192,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int = 8192,
         max_chunk_tokens: int = 8192,
     ) -> None:
         spec, device = model.spec, store.device
@@ -94,11 +94,11 @@ class CudaRunner:
         self._capacity = Capacity(
             num_blocks=store.num_blocks,
             block_size=store.block_size,
-            max_seqs=max_seqs,
-            max_context=max_context,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             has_overlap=True,
-            max_step_tokens=max_step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_chunk_tokens=max_chunk_tokens,
         )
         self._is_cuda = device.type == "cuda"
@@ -111,21 +111,21 @@ class CudaRunner:
             rows_per_item=rows_per_item(wide, spec.num_heads // spec.num_kv_heads),
             target=num_cores * PROGRAMS,
             wide_target=num_cores * WIDE_PROGRAMS,
-            max_parts=max(MIN_PARTS, 4 * max_seqs),
+            max_parts=max(MIN_PARTS, 4 * max_num_seqs),
         )
-        self._tables = BlockTables(max_seqs, -(-max_context // store.block_size), store.block_size, device)
+        self._tables = BlockTables(max_num_seqs, -(-max_model_len // store.block_size), store.block_size, device)
         self._state = DeviceState(
             store=store,
             tables=self._tables.device,
-            last_samples=torch.zeros(max_seqs, dtype=torch.int32, device=device),
+            last_samples=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             parts=Parts.empty(self._sizes.max_parts, spec.num_heads, spec.head_size, device),
             tilings=(narrow, wide),
         )
         self._staging = Staging(device)
-        self._sampler = DeviceSampler(spec.vocab_size, max_seqs, device)
+        self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
         # Of all graphs: sampling has read it when the next one runs.
-        self._graph_logits = torch.empty(max_seqs, spec.vocab_size, dtype=store.dtype, device=device)
-        self._graphs = DecodeGraphs(graph_sizes(max_seqs), self._room, self._run_graph, self._may_capture, device)
+        self._graph_logits = torch.empty(max_num_seqs, spec.vocab_size, dtype=store.dtype, device=device)
+        self._graphs = DecodeGraphs(graph_sizes(max_num_seqs), self._room, self._run_graph, self._may_capture, device)
         self._later: Compiling | None = None
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()

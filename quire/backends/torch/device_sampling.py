@@ -84,14 +84,14 @@ def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> Wishes:
 
 
 class DeviceSampler:
-    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._unprepared = list(_KINDS)
         self._edits = _Edits()
-        self._counts = _TokenCounts(vocab_size, max_seqs, device)
-        self._scratch = Scratch.empty(max_seqs, vocab_size, device)
-        self._all_rows = torch.arange(max_seqs, dtype=torch.int32, device=device)
+        self._counts = _TokenCounts(vocab_size, max_num_seqs, device)
+        self._scratch = Scratch.empty(max_num_seqs, vocab_size, device)
+        self._all_rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self._no_counts = torch.zeros((1, 1), dtype=torch.int32, device=device)
         self._no_masks = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
 
@@ -128,7 +128,7 @@ class DeviceSampler:
         """Enqueue: tokens to out[0, :S] and last_samples[slots], flags to out[1, :S] (1: broken, 2: blocked).
 
         logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, slots [S], last_tokens [S]
-        (of each row's context), last_samples [max_seqs], out [2 or more, S or more] int32: all on the device. Logprobs
+        (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32: all on the device. Logprobs
         are on their way to the host, and may be read once the device has come past this point.
         """
         masks = masks or {}
@@ -227,10 +227,10 @@ class _News(NamedTuple):
 class _TokenCounts:
     """How often each token is in the answer of each slot's request, and whether it is in its prompt."""
 
-    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device) -> None:
-        self._shape = (max_seqs, vocab_size)
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._counts: Tensor | None = None  # [max_seqs, V] int32: not before someone has a penalty
+        self._counts: Tensor | None = None  # [max_num_seqs, V] int32: not before someone has a penalty
         self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # of each slot: whose tokens, and how many
 
     def release(self, slots: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class _TokenCounts:
         return news
 
     def update(self, resets: Tensor, entries: Sequence[Tensor], last_tokens: Tensor) -> Tensor:
-        """The counts [max_seqs, V] with the news in them."""
+        """The counts [max_num_seqs, V] with the news in them."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         if resets.shape[0]:

@@ -40,10 +40,10 @@ class DecodeGraph(NamedTuple):
     recording: Recording
 
 
-def graph_sizes(max_seqs: int) -> tuple[int, ...]:
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Powers of two, then steps of 16, 32 and 128: padding costs little, and each takes a moment to capture."""
-    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(384, max_seqs, 128)]
-    return (*(size for size in sizes if size < max_seqs), max_seqs)
+    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(384, max_num_seqs, 128)]
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:

@@ -132,11 +132,11 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> St
 class BlockTables:
     """The block tables of all slots, on the host and on the device. Plans give them whole; only news are sent."""
 
-    def __init__(self, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self.host: Ints = np.zeros((max_seqs, max_blocks), np.int32)
-        self.device = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.host: Ints = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.device = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._block_size = block_size
-        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_seqs  # whose table, how much of it
+        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_num_seqs  # whose table, how much of it
 
     def update(self, slices: Sequence[SeqSlice]) -> tuple[list[int], list[int]]:
         """Places in the flat table and what belongs there, for the device."""

@@ -77,9 +77,9 @@ class Rotary:
     The two halves of those dimensions are the pairs, as in Hugging Face's checkpoints.
     """
 
-    def __init__(self, spec: RopeSpec, max_context: int, head_size: int, device: torch.device) -> None:
-        frequencies = torch.tensor(spec.inverse_frequencies(max_context), dtype=torch.float32, device=device)
-        angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies
+    def __init__(self, spec: RopeSpec, max_model_len: int, head_size: int, device: torch.device) -> None:
+        frequencies = torch.tensor(spec.inverse_frequencies(max_model_len), dtype=torch.float32, device=device)
+        angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies
         cosines, sines = angles.cos() * spec.attention_factor, angles.sin() * spec.attention_factor
         self.half = spec.rotary_size // 2
         self.size = spec.rotary_size

@@ -41,20 +41,20 @@ class _Step:
 
 
 class TorchRunner:
-    def __init__(self, model: LlamaModel, store: KVStore, *, max_seqs: int, max_context: int) -> None:
+    def __init__(self, model: LlamaModel, store: KVStore, *, max_num_seqs: int, max_model_len: int) -> None:
         spec = model.spec
         self.model = model
         self.store = store
         self._capacity = Capacity(
             num_blocks=store.num_blocks,
             block_size=store.block_size,
-            max_seqs=max_seqs,
-            max_context=max_context,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             has_overlap=store.device.type != "cpu",  # plain PyTorch on a CPU computes while it is called
             has_costly_rows=store.device.type == "cpu",
         )
-        self._last_samples = torch.zeros(max_seqs, dtype=torch.int64, device=store.device)
+        self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
         self._penalties = Penalties(spec.vocab_size, store.device)
         self._forwarded: _Forwarded | None = None
         self._steps: deque[_Step] = deque()

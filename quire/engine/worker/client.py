@@ -81,7 +81,7 @@ class EngineClient:
         on_step: Callable[[Stepped], None] | None = None,
     ) -> None:
         self.text = text
-        self.max_context = text.spec.max_context  # until the worker says what fits its pool
+        self.max_model_len = text.spec.max_model_len  # until the worker says what fits its pool
         self._path = path
         self._config = config
         self._on_loading = Hook("on_loading", on_loading)
@@ -289,7 +289,7 @@ class EngineClient:
                 link = self._start_worker()
         await asyncio.shield(link.ready)
         assert link.facts is not None
-        self.max_context = link.facts.max_context
+        self.max_model_len = link.facts.max_model_len
         return link
 
     def _start_worker(self) -> WorkerConnection:

@@ -129,7 +129,7 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     capacity: Capacity
-    max_context: int
+    max_model_len: int
     facts: RunnerFacts
     timings_s: dict[str, float]  # parts of the start: "import" (the backend's libraries), "weights", "warm_up"
     step_s: float = 0.0  # what a full step is expected to take, by the steps of the warm-up

@@ -146,7 +146,7 @@ class Worker:
         num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # and the null block
         scheduler = make_scheduler(runner, EngineConfig(is_caching=False), num_blocks=num_blocks)
         spare = Engine(runner, scheduler, on_plan=self._note)
-        runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_context - 1), WARM_UP_ANSWER))
+        runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_model_len - 1), WARM_UP_ANSWER))
         for request_id, (num_tokens, num_outputs) in enumerate(runs):
             spare.add(request_id, (0,) * num_tokens, SamplingParams(temperature=0, max_tokens=num_outputs))
             while spare.has_work:
@@ -451,8 +451,8 @@ def _load_and_run(channel: Channel) -> int:
             worker.warm_up()
         calm_collector()
         facts = engine.runner.facts()
-        step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_step_tokens)
-        channel.send(Ready(engine.capacity, engine.scheduler.max_context, facts, timings_s, step_s))
+        step_s = worker.expected_step_s(first.config.scheduling(engine.capacity).max_num_batched_tokens)
+        channel.send(Ready(engine.capacity, engine.scheduler.max_model_len, facts, timings_s, step_s))
         worker.run(rest)
     finally:
         engine.close()

@@ -176,8 +176,8 @@ async def _prompt(context: RequestContext, service: ModelService, body: ExplainR
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
     request = to_ask(body)
     tokens = await service.encode(request.prompts[0])
-    if len(tokens) > service.max_context:
-        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_context} of the context")
+    if len(tokens) > service.max_model_len:
+        raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_model_len} of the context")
     if not tokens:
         raise InvalidRequest("prompt has no tokens: at least one is needed")
     check_tokens("prompt", tokens)

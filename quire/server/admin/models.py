@@ -78,6 +78,6 @@ def status(model: Model) -> ModelStatus:
         state=model.state.value,
         num_bytes=model.num_bytes,
         is_pinned=model.is_pinned,
-        max_model_len=model.max_context,
+        max_model_len=model.max_model_len,
         full_model_len=model.full_context,
     )

@@ -407,7 +407,7 @@ class Metrics:
     def _take_facts(self, ready: Ready) -> None:
         capacity = ready.capacity
         values = (capacity.block_size, capacity.num_blocks - 1, ready.facts.dtype, ready.kv_bytes)
-        labels = (*map(str, values), str(capacity.max_seqs), str(ready.max_context))
+        labels = (*map(str, values), str(capacity.max_num_seqs), str(ready.max_model_len))
         if self._config_labels not in (None, labels):  # another worker may have found room for another number of blocks
             self._gauges["cache_config_info"].remove(*self._labels, *(self._config_labels or ()))
         self._config_labels = labels

@@ -87,7 +87,7 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     device: str
     dtype: str
-    max_context: int
+    max_model_len: int
     weight_bytes: int
     kv_bytes: int
     is_moving: Annotated[bool, Meta(description="Nothing is asked of it, or it was heard of lately.")]
@@ -212,7 +212,7 @@ class SnapshotBuilder:
             backend=facts.facts.backend,
             device=facts.facts.device,
             dtype=facts.facts.dtype,
-            max_context=service.max_context,
+            max_model_len=service.max_model_len,
             weight_bytes=facts.weight_bytes,
             kv_bytes=facts.kv_bytes,
             is_moving=service.client.is_moving,

@@ -81,7 +81,7 @@ async def props(context: RequestContext) -> Response:
     given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given["repeat_penalty"] = facts.defaults.repetition_penalty
     params = SlotParams(**{name: value for name, value in given.items() if value is not None})
-    n_ctx = model.max_context or (0 if facts.spec is None else facts.spec.max_context)
+    n_ctx = model.max_model_len or (0 if facts.spec is None else facts.spec.max_model_len)
     return context.json(
         Props(
             default_generation_settings=SlotDefaults(n_ctx=n_ctx, params=params),
@@ -101,7 +101,7 @@ async def slots(context: RequestContext) -> Response:
     works = [] if model.service is None else sorted(model.service.works, key=lambda active: active.caller.arrived_s)
     running = [active for active in works if active.is_started]
     count = max(_num_slots(model), len(running))
-    n_ctx = model.max_context or 0
+    n_ctx = model.max_model_len or 0
     return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])
 
 
@@ -111,12 +111,12 @@ async def apply_template(context: RequestContext) -> Response:
     (chat,) = parse_chat(body).prompts
     assert isinstance(chat, ChatRequest)
     service = await context.use(body.model)
-    text = await asyncio.to_thread(service.text.render_chat, chat, service.max_context)
+    text = await asyncio.to_thread(service.text.render_chat, chat, service.max_model_len)
     return context.json(RenderedPrompt(text))
 
 
 def _num_slots(model: Model) -> int:
-    return 0 if model.facts is None else model.facts.capacity.max_seqs
+    return 0 if model.facts is None else model.facts.capacity.max_num_seqs
 
 
 def _slot(slot_id: int, n_ctx: int, active: ActiveRequest | None, context: RequestContext) -> Slot:

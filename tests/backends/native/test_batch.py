@@ -13,7 +13,7 @@ from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
 from quire.errors import InvariantViolation
 
-LIMITS = Limits(num_blocks=10, block_size=4, max_context=24, vocab_size=50)
+LIMITS = Limits(num_blocks=10, block_size=4, max_model_len=24, vocab_size=50)
 LAST_SAMPLES = np.array([40, 41, 42, 43], np.int32)
 
 

@@ -93,7 +93,7 @@ def test_in_chunks(rig: Rig, alone: list[Answer], chunk: int, overlap: bool) -> 
     for number in (0, 4):
         rig.reset(max_chunk_tokens=chunk, overlap=overlap)
         check_same(rig.answer(PROMPTS[number], NUM_TOKENS, prompt_logprobs=160), alone[number])
-    rig.reset(max_chunk_tokens=chunk, max_step_tokens=40, overlap=overlap)
+    rig.reset(max_chunk_tokens=chunk, max_num_batched_tokens=40, overlap=overlap)
     ids = [rig.start(prompt, NUM_TOKENS, prompt_logprobs=160) for prompt in PROMPTS]
     answers = rig.run(*ids)
     for request_id, expected in zip(ids, alone, strict=True):
@@ -174,7 +174,7 @@ def test_other_settings(precision: str, block_size: int, kernels: str, tmp_path:
     for prompt in PROMPTS:
         rig.reset(is_caching=False)
         expected.append(rig.answer(prompt, 4))
-    rig.reset(max_chunk_tokens=13, max_step_tokens=40)
+    rig.reset(max_chunk_tokens=13, max_num_batched_tokens=40)
     ids = [rig.start(prompt, 4) for prompt in PROMPTS]
     answers = rig.run(*ids)
     for request_id, one in zip(ids, expected, strict=True):
@@ -257,9 +257,9 @@ def test_random_steps(seed: int, tmp_path: Path) -> None:
     rig.reset(
         overlap=rng.random() < 0.5,
         num_blocks=rng.choice((320, 640)) // block_size + 2,
-        max_seqs=rng.choice((2, 5, 8)),
+        max_num_seqs=rng.choice((2, 5, 8)),
         max_chunk_tokens=rng.choice((5, 16, 64)),
-        max_step_tokens=rng.choice((16, 48, 200)),
+        max_num_batched_tokens=rng.choice((16, 48, 200)),
     )
     found = run_wishes(rng, rig, 16)
     assert len(found) > 8
@@ -278,15 +278,15 @@ NUM_PROMPTS = 5
 REAL_TOKENS = 6
 REAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
-    {"max_chunk_tokens": 13, "max_step_tokens": 48},
-    {"max_seqs": 3, "overlap": True},
+    {"max_chunk_tokens": 13, "max_num_batched_tokens": 48},
+    {"max_num_seqs": 3, "overlap": True},
 )
 
 
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> Iterator[tuple[Rig, list[tuple[int, ...]]]]:
     text = ModelText.open(default_model)
-    rig = Rig(default_model, backend="native", num_blocks=300, max_seqs=NUM_PROMPTS, num_threads=2)
+    rig = Rig(default_model, backend="native", num_blocks=300, max_num_seqs=NUM_PROMPTS, num_threads=2)
     yield rig, make_prompts(text, NUM_PROMPTS)
     rig.engine.close()
     text.close()

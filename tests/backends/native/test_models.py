@@ -113,7 +113,7 @@ def test_in_chunks(pair: Pair, chunk: int) -> None:
 def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
     """Prompts in progress and decodes in one pass; with a step in flight, decodes go on from their own last sample."""
     reference, rig = pair
-    rig.reset(max_chunk_tokens=16, max_step_tokens=40, overlap=overlap)
+    rig.reset(max_chunk_tokens=16, max_num_batched_tokens=40, overlap=overlap)
     prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
     ids = [rig.start(prompt, 6 + i) for i, prompt in enumerate(prompts)]
     answers = rig.run(*ids)
@@ -289,7 +289,7 @@ def hand_made(folder: Path, activation: Activation, block_size: int, **weights: 
     engine = Engine(1)
     spec = replace(checkpoint.spec, activation=activation)
     model = NativeModel(
-        spec, pack_model(checkpoint, 1), engine, num_blocks=4, block_size=block_size, max_context=8, precision="exact"
+        spec, pack_model(checkpoint, 1), engine, num_blocks=4, block_size=block_size, max_model_len=8, precision="exact"
     )
     tokens, rows = np.array([0, 1], np.int32), np.array([0, 2], np.int32)
     hidden: Floats = np.empty((2, spec.hidden_size), np.float32)

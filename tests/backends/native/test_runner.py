@@ -47,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_runner(path: Path, **settings: Any) -> NativeRunner:
     checkpoint = open_checkpoint(path)
     try:
-        defaults = {"backend": "native", "num_blocks": NUM_BLOCKS, "max_seqs": 4, "num_threads": 1}
+        defaults = {"backend": "native", "num_blocks": NUM_BLOCKS, "max_num_seqs": 4, "num_threads": 1}
         runner = make_runner(checkpoint, EngineConfig(**{**defaults, **settings}))
     finally:
         checkpoint.close()
@@ -316,7 +316,7 @@ import resource, sys
 from pathlib import Path
 from tests.backends.torch.rig import Rig
 
-rig = Rig(Path(sys.argv[1]), backend="native", num_blocks=200, max_chunk_tokens=4096, max_step_tokens=4096)
+rig = Rig(Path(sys.argv[1]), backend="native", num_blocks=200, max_chunk_tokens=4096, max_num_batched_tokens=4096)
 small, large = [5, 6, 7], [3 + i % 40 for i in range(4000)]
 first = rig.answer(small, 3)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -351,7 +351,7 @@ def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
 
 
 def test_facts_and_capacity(model_path: Path) -> None:
-    runner = open_runner(model_path, precision="exact", max_context=200)
+    runner = open_runner(model_path, precision="exact", max_model_len=200)
     facts, capacity = runner.facts(), runner.capacity()
     assert facts.backend.startswith("native")
     assert kernels_in_use() in facts.backend
@@ -362,8 +362,8 @@ def test_facts_and_capacity(model_path: Path) -> None:
     head_bytes = 2 * (16 * 32 + 32 * 32)  # keys, and values in whole vectors
     assert facts.kv_bytes == 2 * NUM_BLOCKS * 2 * head_bytes + 64
     assert replace(capacity, has_overlap=False) == capacity
-    assert (capacity.num_blocks, capacity.block_size, capacity.max_seqs) == (NUM_BLOCKS, 32, 4)
-    assert (capacity.max_context, capacity.vocab_size) == (200, VOCAB)
+    assert (capacity.num_blocks, capacity.block_size, capacity.max_num_seqs) == (NUM_BLOCKS, 32, 4)
+    assert (capacity.max_model_len, capacity.vocab_size) == (200, VOCAB)
     assert runner.prepare() is False
     runner.close()
 
@@ -374,7 +374,7 @@ def test_facts_and_capacity(model_path: Path) -> None:
         {"device": "cuda"},
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
-        {"max_context": 257},
+        {"max_model_len": 257},
         {"num_threads": 4096},
         {"num_blocks": 1 << 30},
         {"num_blocks": None, "kv_bytes": 1},

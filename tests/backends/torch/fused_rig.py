@@ -26,7 +26,7 @@ def fused_runner(
     *,
     num_blocks: int = 64,
     block_size: int = 32,
-    max_seqs: int = 8,
+    max_num_seqs: int = 8,
     load_format: str = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> CudaRunner:
@@ -34,9 +34,9 @@ def fused_runner(
     device = torch.device(DEVICE)
     with torch.inference_mode():
         weights = load_weights(checkpoint, dtype, device)
-        model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_context)
+        model = MODELS[checkpoint.spec.family](checkpoint.spec, weights, checkpoint.spec.max_model_len)
         store = KVStore(checkpoint.spec, num_blocks, block_size, dtype, device)
-        return CudaRunner(model, store, max_seqs=max_seqs, max_context=checkpoint.spec.max_context)
+        return CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=checkpoint.spec.max_model_len)
 
 
 class FusedRig(Rig):

@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.config = EngineConfig(
-            **{"backend": "torch", "num_blocks": 64, "max_seqs": 8, "num_threads": 1, **settings}
+            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "num_threads": 1, **settings}
         )
         self.engine: Engine = make_engine(path, self.config)
         self.vocab_size = self.engine.capacity.vocab_size
@@ -43,7 +43,7 @@ class Rig:
         self._num_requests = 0
 
     def reset(
-        self, *, overlap: bool = False, num_blocks: int | None = None, max_seqs: int | None = None, **settings: Any
+        self, *, overlap: bool = False, num_blocks: int | None = None, max_num_seqs: int | None = None, **settings: Any
     ) -> None:
         """A new scheduler and an empty cache over the same weights, maybe over fewer of its blocks and slots."""
         runner = self.engine.runner
@@ -52,7 +52,7 @@ class Rig:
             whole,
             has_overlap=overlap,
             num_blocks=num_blocks or whole.num_blocks,
-            max_seqs=max_seqs or whole.max_seqs,
+            max_num_seqs=max_num_seqs or whole.max_num_seqs,
         )
         config = replace(self.config, **settings)
         # The fake only says how large everything is.

@@ -130,7 +130,7 @@ def test_what_steps_launch_was_compiled_ahead(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form that is not in the lists would be compiled in somebody's first step, or in the capture of a graph."""
-    rig = FusedRig(write_config(name, tmp_path), max_seqs=2, load_format="dummy", dtype=dtype)
+    rig = FusedRig(write_config(name, tmp_path), max_num_seqs=2, load_format="dummy", dtype=dtype)
     spec = rig.runner.model.spec
     with monkeypatch.context() as patch, torch.inference_mode():
         ahead = Launches(patch, is_run=False)

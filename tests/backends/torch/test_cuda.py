@@ -68,7 +68,7 @@ def test_families_agree_with_transformers(name: str, tmp_path: Path) -> None:
 
 def test_company_chunks_and_overlap_change_nothing(llama: Reference) -> None:
     rig = FusedRig(llama.path)
-    rig.reset(overlap=True, max_step_tokens=30, max_chunk_tokens=18)
+    rig.reset(overlap=True, max_num_batched_tokens=30, max_chunk_tokens=18)
     prompts = [prompt(length, length) for length in (3, 33, 47)]
     ids = [rig.start(tokens, 4) for tokens in prompts]
     answers = rig.run(*ids)
@@ -108,7 +108,7 @@ def test_siblings_read_their_head_once(llama: Reference, has_graphs: bool, monke
 
 def test_graphs_pad_without_touching_anything(llama: Reference) -> None:
     """Three decodes in a graph of four: the answers are the same, and only the requests' own blocks are written."""
-    rig = FusedRig(llama.path, max_seqs=4)
+    rig = FusedRig(llama.path, max_num_seqs=4)
     prepare(rig)
     rig.reset(overlap=True)
     prompts = [prompt(length, length) for length in (20, 31, 35)]
@@ -133,7 +133,7 @@ def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatc
     else:  # narrow inside: no parts
         products = [product for product in PRODUCTS if product != "product_in_parts"]
     reference = small(name, tmp_path, **sizes)
-    rig = FusedRig(tmp_path, max_seqs=2)
+    rig = FusedRig(tmp_path, max_num_seqs=2)
     used: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +237,7 @@ def test_samples_of_one_prompt_are_forks(tmp_path: Path) -> None:
 
 def test_after_preemption(llama: Reference) -> None:
     """Not all can grow: someone gives up its slot and blocks, which others write to, and comes back."""
-    judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path, block_size=8, max_seqs=4)
+    judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path, block_size=8, max_num_seqs=4)
     prepare(rig)
     rig.reset(overlap=True, num_blocks=6)
     prompts = [prompt(7, 20 + number) for number in range(3)]

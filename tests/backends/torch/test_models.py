@@ -57,7 +57,7 @@ def test_in_chunks(pair: tuple[Reference, Rig], chunk: int) -> None:
 def test_a_batch_of_all_lengths(pair: tuple[Reference, Rig], overlap: bool) -> None:
     """Prompts in progress and decodes in one pass; with a step in flight, decodes go on from their own last sample."""
     reference, rig = pair
-    rig.reset(max_chunk_tokens=16, max_step_tokens=40, overlap=overlap)
+    rig.reset(max_chunk_tokens=16, max_num_batched_tokens=40, overlap=overlap)
     prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
     ids = [rig.start(prompt, 6 + i) for i, prompt in enumerate(prompts)]
     answers = rig.run(*ids)

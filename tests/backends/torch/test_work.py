@@ -188,13 +188,13 @@ def test_decodes_alone_are_planned_as_in_company() -> None:
 
 def extreme_case(rng: Random) -> Case:
     """As a runner would meet it: many sequences, long contexts, some of them siblings."""
-    max_seqs = rng.choice([1, 2, 4, 5, 64, 256, 1024])
+    max_num_seqs = rng.choice([1, 2, 4, 5, 64, 256, 1024])
     num_kv_heads, num_groups = rng.choice([1, 2, 3, 4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 8, 16, 32])
     num_cores = rng.choice([8, 20, 78, 132, 148])
     sizes = Sizes(
-        num_kv_heads, 32, max(128 // num_groups, 1), 4 * num_cores, 2 * num_cores, max(MIN_PARTS, 4 * max_seqs)
+        num_kv_heads, 32, max(128 // num_groups, 1), 4 * num_cores, 2 * num_cores, max(MIN_PARTS, 4 * max_num_seqs)
     )
-    num_rows = rng.choice([1, max_seqs, rng.randrange(1, max_seqs + 1)])
+    num_rows = rng.choice([1, max_num_seqs, rng.randrange(1, max_num_seqs + 1)])
     longest = rng.choice([1, 127, 128, 129, 4096, 131_072, 1_000_000])
     starts = np.array([rng.choice([0, longest - 1, rng.randrange(longest)]) for _ in range(num_rows)], np.int32)
     siblings, row = [], 0

@@ -36,14 +36,14 @@ class Scratch(NamedTuple):
     candidates: Tensor  # [S, TILE] fp32: the logits among which the floor is
 
     @staticmethod
-    def empty(max_seqs: int, vocab_size: int, device: torch.device) -> Scratch:
-        shape = (max_seqs, triton.cdiv(vocab_size, CHUNK))
+    def empty(max_num_seqs: int, vocab_size: int, device: torch.device) -> Scratch:
+        shape = (max_num_seqs, triton.cdiv(vocab_size, CHUNK))
         return Scratch(
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.int32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty(max_seqs, dtype=torch.float32, device=device),
-            torch.empty((max_seqs, TILE), dtype=torch.float32, device=device),
+            torch.empty(max_num_seqs, dtype=torch.float32, device=device),
+            torch.empty((max_num_seqs, TILE), dtype=torch.float32, device=device),
         )
 
 

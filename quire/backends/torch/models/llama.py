@@ -48,15 +48,15 @@ class LlamaLayer:
 class LlamaModel:
     layer_type = LlamaLayer
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_context: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int) -> None:
         self.spec = spec
         self.embedding = weights.embedding  # [V, E]
         self.head = weights.head  # [V, E], the embedding itself where they are tied
         self.norm = RMSNorm(weights.norm, spec.norm_eps)
         device = weights.embedding.device
-        rotary = local = Rotary(spec.rope, max_context, spec.head_size, device)
+        rotary = local = Rotary(spec.rope, max_model_len, spec.head_size, device)
         if spec.local_rope is not None:
-            local = Rotary(spec.local_rope, max_context, spec.head_size, device)
+            local = Rotary(spec.local_rope, max_model_len, spec.head_size, device)
         self.layers = [
             self.layer_type(spec, index, layer, local if spec.windows[index] else rotary)
             for index, layer in enumerate(weights.layers)

@@ -94,7 +94,7 @@ async def ps(context: RequestContext) -> Response:
                 digest=facts.digest,
                 details=_details(facts),
                 expires_at=_expires_at(model),
-                context_length=model.max_context or 0,
+                context_length=model.max_model_len or 0,
             )
         )
     return context.json(LoadedModels(models=entries))
@@ -164,7 +164,7 @@ def _info(model: Model, facts: ModelFacts) -> dict[str, Any]:
         "general.basename": model.root,
         "general.parameter_count": facts.num_parameters,
         # What this server gives it, which may be less than the model was made for: clients size their prompts by it.
-        f"{arch}.context_length": model.max_context or spec.max_context,
+        f"{arch}.context_length": model.max_model_len or spec.max_model_len,
         f"{arch}.embedding_length": spec.hidden_size,
         f"{arch}.block_count": spec.num_layers,
         f"{arch}.feed_forward_length": spec.ffn_size,

@@ -109,7 +109,7 @@ def unmet(body: OllamaBody, service: ModelService, *, is_raw: bool = False) -> l
     found: list[str] = []
     if body.think and (is_raw or service.text.template.reasoning is None):
         found.append("think")
-    if body.options is not None and (body.options.num_ctx or 0) > service.max_context:
+    if body.options is not None and (body.options.num_ctx or 0) > service.max_model_len:
         found.append("options.num_ctx")
     return found
 

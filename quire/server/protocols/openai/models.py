@@ -29,7 +29,7 @@ async def get_model(context: RequestContext) -> Response:
 
 
 async def model_entries(model: models.Model) -> list[Model]:
-    if model.max_context is None:
+    if model.max_model_len is None:
         with suppress(QuireError):  # its next load says why
             await model.measure()
     return [
@@ -38,7 +38,7 @@ async def model_entries(model: models.Model) -> list[Model]:
             created=model.created,
             root=model.root,
             alias_of=None if name == model.name else model.name,
-            max_model_len=model.max_context or 0,
+            max_model_len=model.max_model_len or 0,
             state=model.state.value,
             num_bytes=model.num_bytes,
             is_pinned=model.is_pinned,

@@ -61,7 +61,7 @@ const show = () => {
   showBlocks(model.name, engine ? engine.blocks : null);
   showRequests(model);
   showModels(snapshot);
-  useModel(model.name, engine ? engine.max_context : 0);
+  useModel(model.name, engine ? engine.max_model_len : 0);
 };
 
 const wantKey = (text) => {

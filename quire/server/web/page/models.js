@@ -43,7 +43,7 @@ const showModel = (one, isAdmin) => {
   if (one.engine) {
     facts.push(one.engine.backend + " on " + one.engine.device + ", " + one.engine.dtype);
     facts.push("weights " + bytes(one.engine.weight_bytes) + ", KV " + bytes(one.engine.kv_bytes));
-    facts.push("context " + one.engine.max_context.toLocaleString("en"));
+    facts.push("context " + one.engine.max_model_len.toLocaleString("en"));
   } else if (one.num_bytes && one.state !== "ready") {
     facts.push((one.state === "loading" ? "about " : "weights ") + bytes(one.num_bytes));
   }

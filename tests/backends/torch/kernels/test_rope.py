@@ -50,13 +50,15 @@ class Case:
 def random_case(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> Case:
     num_heads, num_kv_heads, head_size, rotary_size, block_size = shape
     torch.manual_seed(sum(shape))
-    max_context = MAX_BLOCKS * block_size
+    max_model_len = MAX_BLOCKS * block_size
     tables = torch.randperm(NUM_BLOCKS)[: NUM_SLOTS * MAX_BLOCKS].view(NUM_SLOTS, MAX_BLOCKS)
     # Rows of all slots mixed, no place twice, the last position of all included; then padding rows of wild positions.
-    places = torch.cat((torch.randperm(NUM_SLOTS * max_context - 1)[:3], torch.tensor([NUM_SLOTS * max_context - 1])))
-    slots = torch.cat((places // max_context, torch.tensor([-1, -1])))
-    positions = torch.cat((places % max_context, torch.tensor([0, 2**30])))
-    angles = torch.rand(max_context, rotary_size // 2) * 7
+    places = torch.cat(
+        (torch.randperm(NUM_SLOTS * max_model_len - 1)[:3], torch.tensor([NUM_SLOTS * max_model_len - 1]))
+    )
+    slots = torch.cat((places // max_model_len, torch.tensor([-1, -1])))
+    positions = torch.cat((places % max_model_len, torch.tensor([0, 2**30])))
+    angles = torch.rand(max_model_len, rotary_size // 2) * 7
     q_norm, k_norm = torch.randn(2, head_size).to(DEVICE)
     return Case(
         qkv=(torch.randn(len(slots), (num_heads + 2 * num_kv_heads) * head_size) * 2).to(DEVICE, dtype),
@@ -158,13 +160,13 @@ def test_it_rotates_as_the_reference(rotary_size: int) -> None:
     case.slots, case.positions = case.slots[:4], case.positions[:4]
     case.qkv = case.qkv[:4]
     spec = RopeSpec(10_000.0, rotary_size, attention_factor=1.1)
-    max_context = MAX_BLOCKS * block_size
-    frequencies = torch.tensor(spec.inverse_frequencies(max_context))
-    angles = torch.arange(max_context)[:, None] * frequencies
+    max_model_len = MAX_BLOCKS * block_size
+    frequencies = torch.tensor(spec.inverse_frequencies(max_model_len))
+    angles = torch.arange(max_model_len)[:, None] * frequencies
     case.cosines, case.sines = (angles.cos() * 1.1).to(DEVICE), (angles.sin() * 1.1).to(DEVICE)
     q = case.run(num_heads)
 
-    rotary = Rotary(spec, max_context, head_size, torch.device(DEVICE))
+    rotary = Rotary(spec, max_model_len, head_size, torch.device(DEVICE))
     heads = (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     positions, slots = case.positions.long(), case.slots.long()
     expected = rotary.angles(positions, torch.float32, *heads).rotate(case.qkv.view(4, -1, head_size))

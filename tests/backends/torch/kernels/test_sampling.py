@@ -46,15 +46,15 @@ def run(
     draws: Sequence[float] | None = None,
 ) -> Outcome:
     """As the runner calls it, with rows in their slots. `draws` in place of the requests' own numbers."""
-    max_seqs = max(MAX_SEQS, len(rows))
+    max_num_seqs = max(MAX_SEQS, len(rows))
     if sampler is None:
-        sampler = DeviceSampler(logits.shape[1], max_seqs, torch.device(DEVICE))
+        sampler = DeviceSampler(logits.shape[1], max_num_seqs, torch.device(DEVICE))
     params = np.full((len(rows), NUM_PARAMS), 77, np.float32)
     wishes = fill_params(params, rows)
     if draws is not None:
         params[:, 4] = draws
     last = [piece.history[-1] for piece in rows] if last_tokens is None else last_tokens
-    last_samples = torch.full((max_seqs,), -5, dtype=torch.int32, device=DEVICE)
+    last_samples = torch.full((max_num_seqs,), -5, dtype=torch.int32, device=DEVICE)
     out = torch.full((3, len(rows) + 2), -7, dtype=torch.int32, device=DEVICE)
     logprobs = sampler.sample(
         logits.to(DEVICE),
