@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 16
 class Machine:
     def __init__(self, task: Task) -> None:
         config = EngineConfig(
-            num_threads=task.num_threads,
+            threads=task.num_threads,
             max_num_seqs=task.num_clients,
             max_model_len=task.context,
             num_blocks=task.num_clients * -(-task.context // BLOCK_SIZE) + 1,  # everyone at full length

@@ -37,7 +37,7 @@ class Settings:
             max_model_len=scale.max_model_len,
             max_num_batched_tokens=self.step_tokens,
             max_chunk_tokens=self.chunk_tokens,
-            kv_bytes=self.kv_bytes,
+            kv_memory=self.kv_bytes,
         )
         return replace(config, **changes)  # type: ignore[arg-type]
 
@@ -115,7 +115,7 @@ class Machine(AbstractContextManager["Machine"]):
     def uncached_engine(self) -> Engine:
         """Another scheduler over the same weights, without a prefix cache. Only one of the two may have work."""
         runner = self.engine.runner
-        return Engine(runner, make_scheduler(runner, replace(self.config, is_caching=False)))
+        return Engine(runner, make_scheduler(runner, replace(self.config, enable_prefix_caching=False)))
 
     def run(
         self, workload: Workload, engine: Engine | None = None, on_step: Callable[[int], None] | None = None

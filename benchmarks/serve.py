@@ -179,7 +179,7 @@ def main() -> None:
     print("| clients | bare tok/s | HTTP tok/s | overhead | without the client's CPU | client's share |")
     print("|---|---|---|---|---|---|")
     with (
-        LLM(args.model, num_threads=args.threads, kv_bytes=1 << 30) as llm,
+        LLM(args.model, threads=args.threads, kv_memory=1 << 30) as llm,
         server(args.model, args.threads) as (url, model),
     ):
         bare(llm, 2, 1, 4, 0)

@@ -78,7 +78,7 @@ def answer_alone(
 ) -> list[Alone]:
     found = []
     for number, prompt in enumerate(prompts):
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         answer = rig.answer(prompt, num_tokens, logprobs=2)
         gaps = tuple(float(row.nan_to_num(nan=-1e9).topk(2).values.diff().abs()) for row in answer.rows)
         found.append(Alone(prompt, tuple(answer.tokens), gaps))
@@ -156,7 +156,7 @@ def run_all(
     path: Path, backend: str, count: int, num_threads: int | None, tell: Callable[[str], None]
 ) -> list[Outcome]:
     text = ModelText.open(path)
-    rig = Rig(path, backend=backend, num_blocks=1500, max_num_seqs=16, max_waiting=10_000, num_threads=num_threads)
+    rig = Rig(path, backend=backend, num_blocks=1500, max_num_seqs=16, max_waiting=10_000, threads=num_threads)
     try:
         alone = answer_alone(rig, make_prompts(text, count), tell)
         outcomes = [compare(rig, alone, name, tell) for name in CONDITIONS]

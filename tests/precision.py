@@ -109,10 +109,10 @@ class Reference:
             backend="torch",
             device="cpu",
             dtype="float32",
-            num_threads=num_threads,
+            threads=num_threads,
             num_blocks=160,
             max_num_seqs=16,
-            is_caching=False,
+            enable_prefix_caching=False,
         )
         self.engine = make_engine(path, config)
         runner = self.engine.runner
@@ -199,7 +199,7 @@ class Native:
         settings: dict[str, Any] = {} if precision is None else {"precision": precision}
         checkpoint = open_checkpoint(path)
         try:
-            config = EngineConfig(backend="native", num_threads=num_threads, max_num_seqs=1, **settings)
+            config = EngineConfig(backend="native", threads=num_threads, max_num_seqs=1, **settings)
             self._runner: Any = make_runner(checkpoint, config)
         finally:
             checkpoint.close()

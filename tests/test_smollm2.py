@@ -170,7 +170,7 @@ def test_weights_stream(default_model: Path) -> None:
         "def watch(done, total):\n"
         "    global peak\n"
         "    peak = max(peak, used())\n"
-        "make_runner(checkpoint, BackendOptions(num_blocks=10, num_threads=1), watch)\n"
+        "make_runner(checkpoint, BackendOptions(num_blocks=10, threads=1), watch)\n"
         "sizes = [info.shape[0] * (info.shape[1:] or (1,))[0] * 4 for info in checkpoint.tensors.values()]\n"
         "print(peak - before, sum(sizes), max(sizes))\n"
     )

@@ -23,10 +23,10 @@ class BackendOptions:
     device: str = "auto"
     dtype: str = "auto"
     precision: str = "balanced"  # of backends that compute in few bits: fast, balanced or exact
-    num_threads: int | None = None
+    threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
-    kv_bytes: int | None = None  # memory for the KV pool, where num_blocks is not given
+    kv_memory: int | None = None  # bytes for the KV pool, where num_blocks is not given
     max_num_seqs: int | None = None
     max_model_len: int | None = None  # None: what the model was made for
     max_num_batched_tokens: int | None = (

@@ -29,7 +29,7 @@ class PoolRequest:
     def num_blocks(self, free: int, budget: int) -> int:
         """Blocks in the pool, the null block included. `free` bytes can be taken; the default takes `budget` of them.
 
-        `num_blocks` and `kv_bytes` are honoured exactly, or refused if they do not fit. There is no limit by how much
+        `num_blocks` and `kv_memory` are honoured exactly, or refused if they do not fit. There is no limit by how much
         the running requests can use: the rest of the pool is prefix cache.
         """
         options = self.options
@@ -40,10 +40,10 @@ class PoolRequest:
                     f" cache; {free:,} are free"
                 )
             return options.num_blocks
-        if options.kv_bytes is not None:
-            if options.kv_bytes > free:
-                raise InvalidRequest(f"kv_bytes = {options.kv_bytes:,} is more than the {free:,} bytes that are free")
-            return self._blocks_in(options.kv_bytes)
+        if options.kv_memory is not None:
+            if options.kv_memory > free:
+                raise InvalidRequest(f"kv_memory = {options.kv_memory:,} is more than the {free:,} bytes that are free")
+            return self._blocks_in(options.kv_memory)
         return self._default(free, max(budget, 0))
 
     def _default(self, free: int, budget: int) -> int:
@@ -51,7 +51,7 @@ class PoolRequest:
         num_tokens = max(num_blocks - 1, 0) * self.options.block_size
         if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
             raise InvalidRequest(
-                f"kv_bytes: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a"
+                f"kv_memory: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a"
                 f" context of {num_tokens} tokens. Free some memory, or say how much to take"
             )
         return num_blocks
@@ -60,7 +60,7 @@ class PoolRequest:
         num_blocks = budget // self.block_bytes
         if num_blocks < 2:
             raise InvalidRequest(
-                f"kv_bytes = {budget:,} is less than the {2 * self.block_bytes:,} that two blocks of"
+                f"kv_memory = {budget:,} is less than the {2 * self.block_bytes:,} that two blocks of"
                 f" {self.options.block_size} tokens take"
             )
         return num_blocks

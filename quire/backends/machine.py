@@ -20,7 +20,7 @@ def default_threads() -> int:
 def choose_threads(asked: int | None) -> int:
     num_cores = usable_cores()
     if asked is not None and asked > num_cores:
-        raise InvalidRequest(f"num_threads = {asked} is more than the {num_cores} cores this process may use")
+        raise InvalidRequest(f"threads = {asked} is more than the {num_cores} cores this process may use")
     return asked or default_threads()
 
 

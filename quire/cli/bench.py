@@ -50,7 +50,7 @@ _DEFAULT = BenchConfig()
 _OPTIONS = {  # a field, as the library names it, and the option it came from
     **{name: name for name in ("clients", "rounds", "prompt_tokens", "output_tokens", "seconds")},
     **{name: name for name in ("backend", "precision", "device", "dtype", "load_format")},
-    "num_threads": "threads",
+    "threads": "threads",
     "max_num_seqs": "max_num_seqs",
 }
 PLOT_NAME = "speedup.png"
@@ -105,7 +105,7 @@ def bench(
         settings = {
             "backend": backend,
             "precision": precision,
-            "num_threads": threads,
+            "threads": threads,
             "dtype": dtype,
             "device": device,
             "load_format": load_format,
@@ -349,8 +349,8 @@ def _fairness_text(config: BenchConfig, fairness: FairnessReport) -> str:
     backlog, both = fairness.backlog, fairness.saturated
     share = "-" if both.low_share is None else f"{both.low_share:.1%}"
     return (
-        f"`quire serve` with {fairness.max_num_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT} tokens"
-        f" in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
+        f"`quire serve` with {fairness.max_num_seqs} requests in a step, over HTTP. HIGH requests of {HIGH_PROMPT}"
+        f" tokens in, {HIGH_ANSWER} out, one at a time: on the idle server, then beside at least {backlog.num_low} LOW"
         f" requests ({config.prompt_tokens} in, {config.output_tokens} out), which received"
         f" {backlog.low_tokens_per_s:.0f} tok/s, prompts included. Their TTFT p95 should be at most"
         f" {fairness.max_ttft_ratio:g} times that of the idle server in every window. tok/s: decode speed of one"

@@ -47,7 +47,6 @@ GRACE_S = 30.0  # for a HIGH request that is under way when its phase ends
 SETTLE_SHARE = 0.25  # of a saturated phase, before tokens are counted: the first requests all begin at once
 POLL_S = 0.05
 PHASES = ("starting a server", "idle", "HIGH beside a LOW backlog", "both tiers saturated")
-_FLAGS = {"max_num_seqs": "--max-num-seqs", "num_threads": "--threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def _options(config: BenchConfig, settings: Mapping[str, Any]) -> list[str]:
     options: list[str] = []
     for name, value in found.items():
         if value is not None:
-            options += [_FLAGS.get(name, f"--{name.replace('_', '-')}"), str(value)]
+            options += [f"--{name.replace('_', '-')}", str(value)]
     most = 2 * max(MAX_BACKLOG, 4 * config.max_num_seqs)
     most_tokens = most * max(config.prompt_tokens, HIGH_PROMPT)
     options += ["--max-queue", str(most), "--max-queued-tokens", str(most_tokens)]

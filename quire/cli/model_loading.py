@@ -63,7 +63,7 @@ def _memory_named(name: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search(r"alloc|out of memory", str(error)):
             raise
-        advice = "try a smaller --kv-memory or --max-context, or a smaller model"
+        advice = "try a smaller --kv-memory or --max-model-len, or a smaller model"
         raise QuireError(f"{name}: does not fit into the memory of this machine; {advice}") from None
 
 

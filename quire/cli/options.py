@@ -41,9 +41,7 @@ LoadFormatOption = Annotated[str | None, typer.Option(help="auto, or dummy: rand
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; as many as there are cores.")]
 ContextOption = Annotated[
     int | None,
-    typer.Option(
-        "--max-context", "--max-model-len", help="Most tokens of prompt and answer; as the model was made for."
-    ),
+    typer.Option("--max-model-len", help="Most tokens of prompt and answer; as the model was made for."),
 ]
 MemoryOption = Annotated[
     str | None,
@@ -62,11 +60,10 @@ ServerOption = Annotated[
 KeyOption = Annotated[str | None, typer.Option("--api-key", metavar="KEY", help="For the server; else $QUIRE_API_KEY.")]
 LocalOption = Annotated[bool, typer.Option("--local", help="Load the model here, whatever server is up.")]
 
-_TYPED = {"kv_bytes": "--kv-memory", "num_threads": "--threads"}
 _FIELDS = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "stop", "n", "max_tokens", "logprobs"),
-    *("backend", "precision", "dtype", "device", "load_format", "num_threads", "max_model_len", "kv_bytes"),
+    *("backend", "precision", "dtype", "device", "load_format", "threads", "max_model_len", "kv_memory"),
 }
 
 
@@ -90,7 +87,7 @@ def check_answer(params: GenerationParams) -> None:
 
 
 def option_name(name: str) -> str:
-    return _TYPED.get(name, f"--{name.replace('_', '-')}")
+    return f"--{name.replace('_', '-')}"
 
 
 def engine_settings(
@@ -111,9 +108,9 @@ def engine_settings(
         "dtype": dtype,
         "device": device,
         "load_format": load_format,
-        "num_threads": threads,
+        "threads": threads,
         "max_model_len": max_model_len,
-        "kv_bytes": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
+        "kv_memory": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if settings:

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ import typer
 
 from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
-from quire.cli.options import parse_bytes
+from quire.cli.options import option_name, parse_bytes
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.cli.sizes import memory_size
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
@@ -34,28 +34,6 @@ if TYPE_CHECKING:
 
 CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
-# Where a field of the configs is not called like its option.
-FLAGS = {
-    "num_threads": "--threads",
-    "kv_bytes": "--kv-memory",
-    "max_num_seqs": "--max-num-seqs",
-    "max_model_len": "--max-model-len",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-    "policy": "--scheduling-policy",
-    "patience_s": "--patience",
-    "normal_share": "--normal-share",
-    "low_share": "--low-share",
-    "queue_timeout_s": "--queue-timeout",
-    "drain_s": "--drain",
-    "max_body_bytes": "--max-body-size",
-    "body_timeout_s": "--body-timeout",
-    "header_timeout_s": "--header-timeout",
-    "slow_reader_s": "--slow-client-timeout",
-    "keep_alive_s": "--keep-alive-interval",
-    "hang_limit_s": "--hang-limit",
-    "idle_unload_s": "--idle-unload",
-    "memory_bytes": "--memory",
-}
 Opt = typer.Option
 Texts = list[str] | None
 
@@ -105,12 +83,8 @@ def serve(
     api_keys_file: Annotated[Path | None, Opt(help="YAML: keys with names, tiers and limits.")] = None,
     insecure: Annotated[bool, Opt("--insecure", help="Let other machines in without a key.")] = False,
     share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Let keys share what is cached.")] = False,
-    max_model_len: Annotated[
-        int | None, Opt("--max-model-len", "--max-context", help="Most tokens of prompt and answer.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, Opt("--max-num-seqs", "--max-seqs", help="Requests in one step: 64, on a GPU 256.")
-    ] = None,
+    max_model_len: Annotated[int | None, Opt(help="Most tokens of prompt and answer.")] = None,
+    max_num_seqs: Annotated[int | None, Opt(help="Requests in one step: 64, on a GPU 256.")] = None,
     max_num_batched_tokens: Annotated[int | None, Opt(help="Tokens in one step; by the device and the model.")] = None,
     max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of KV cache.")] = 32,
@@ -175,7 +149,7 @@ def options_named() -> Iterator[None]:
     except InvalidRequest as error:
         name, _, rest = str(error).partition(" = ")
         if rest and re.fullmatch(r"[a-z_]+", name):
-            raise InvalidRequest(f"{FLAGS.get(name, '--' + name.replace('_', '-'))} = {rest}") from None
+            raise InvalidRequest(f"{option_name(name)} = {rest}") from None
         raise
 
 
@@ -209,7 +183,7 @@ def _serve(options: dict[str, Any]) -> None:
         bar.close()
         announce(startup)
         if options["hello"]:
-            ask_first_question(startup.config.url, startup.model, (*config.api_keys, *config.admin_api_keys))
+            ask_first_question(startup.config.url, startup.model, (*config.api_key, *config.admin_api_key))
 
     bar = ExitStack()
     progress = bar.enter_context(model_loading.loading_bar(config.models[0].names[0]))
@@ -222,59 +196,16 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     from quire.engine.composition import EngineConfig
     from quire.server.config import ServeConfig
 
-    kv_memory = options["kv_memory"]
-    engine = EngineConfig(
-        backend=options["backend"],
-        precision=options["precision"],
-        device=options["device"],
-        dtype=options["dtype"],
-        load_format=options["load_format"],
-        num_threads=options["threads"],
-        block_size=options["block_size"],
-        num_blocks=options["num_blocks"],
-        kv_bytes=None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
-        max_num_seqs=options["max_num_seqs"],
-        max_model_len=options["max_model_len"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
-        max_chunk_tokens=options["max_chunk_tokens"],
-        max_waiting=max(4096, 32 * options["max_queue"]),
-        policy=options["scheduling_policy"],
-        patience_s=options["patience"],
-        normal_share=options["normal_share"],
-        low_share=options["low_share"],
-        is_caching=options["enable_prefix_caching"],
-    )
-    memory = options["memory"]
-    draft = ServeConfig(
-        models=list_models(options, engine),
-        memory_bytes=None if memory is None else parse_bytes("--memory", memory),
-        host=options["host"],
-        port=options["port"],
-        api_keys=tuple(options["api_key"] or ()),
-        admin_api_keys=tuple(options["admin_api_key"] or ()),
-        api_keys_file=options["api_keys_file"],
-        is_insecure=options["insecure"],
-        is_cache_shared=options["share_prefix_cache"],
-        max_queue=options["max_queue"],
-        max_queued_tokens=options["max_queued_tokens"],
-        queue_timeout_s=options["queue_timeout"],
-        drain_s=options["drain"],
-        max_body_bytes=parse_bytes("--max-body-size", options["max_body_size"]),
-        body_timeout_s=options["body_timeout"],
-        header_timeout_s=options["header_timeout"],
-        slow_reader_s=options["slow_client_timeout"],
-        keep_alive_s=options["keep_alive_interval"],
-        max_connections=options["max_connections"],
-        hang_limit_s=options["hang_limit"],
-        allowed_origins=tuple(options["allowed_origins"] or ()),
-        allowed_hosts=tuple(options["allowed_hosts"] or ()),
-        ssl_certfile=options["ssl_certfile"],
-        ssl_keyfile=options["ssl_keyfile"],
-        root_path=options["root_path"],
-        metrics_compat=options["metrics_compat"],
-        log_level=options["log_level"],
-        log_format=options["log_format"],
-    )
+    given = dict(options)
+    for name in ("kv_memory", "memory", "max_body_size"):
+        if given[name] is not None:
+            given[name] = parse_bytes(option_name(name), given[name])
+    for name in ("api_key", "admin_api_key", "allowed_origins", "allowed_hosts"):
+        given[name] = tuple(given[name] or ())
+    given["max_waiting"] = max(4096, 32 * given["max_queue"])
+    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
+    server = {field.name: given[field.name] for field in fields(ServeConfig) if field.name != "models"}
+    draft = ServeConfig(models=list_models(options, engine), **server)
     return replace(draft, models=locate_all(draft.models))
 
 
@@ -333,7 +264,7 @@ def _why(startup: Startup) -> str:
     engine = startup.config.models[0].engine
     if engine.num_blocks is not None:
         return "--num-blocks"
-    if engine.kv_bytes is not None:
+    if engine.kv_memory is not None:
         return "--kv-memory"
     facts = startup.ready.facts
     on_cpu = facts.device == "cpu"

@@ -18,19 +18,11 @@ if TYPE_CHECKING:
     from quire.engine.composition import EngineConfig
     from quire.server.config import ModelConfig
 
-# Of one model in the file -> a field of EngineConfig.
-ENGINE_FIELDS = {
-    "max_model_len": "max_model_len",
-    "num_blocks": "num_blocks",
-    "kv_memory": "kv_bytes",
-    "dtype": "dtype",
-    "precision": "precision",
-    "backend": "backend",
-    "load_format": "load_format",
-    "device": "device",
-    "threads": "num_threads",
-    "max_num_seqs": "max_num_seqs",
-}
+# Settings that a model in the file may have of its own.
+ENGINE_FIELDS = (
+    *("max_model_len", "max_num_seqs", "num_blocks", "kv_memory", "dtype", "precision", "backend", "load_format"),
+    *("device", "threads"),
+)
 PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile")  # options that are paths and nothing else
 
 
@@ -86,7 +78,7 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 
     def plain(name: str) -> ModelConfig:
         served = _served_name(name)
-        return ModelConfig(_place(name), (served,), served, engine, idle_unload_s=options["idle_unload"])
+        return ModelConfig(_place(name), (served,), served, engine, idle_unload=options["idle_unload"])
 
     found = [plain(name) for name in options["model"] or ()]
     found += _of_file(options, engine)
@@ -175,7 +167,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
             _engine(given, engine),
             is_pinned=_flag(given, "pinned"),
             is_preloaded=_flag(given, "preload"),
-            idle_unload_s=idle_s,
+            idle_unload=idle_s,
             priority=priority_of(tier),
             tool_format=_text(given, "tool_format"),
         )
@@ -184,10 +176,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
 @contextmanager
 def _fields_named() -> Iterator[None]:
     """Let an error name the field as the file has it."""
-    theirs = {ours: name for name, ours in ENGINE_FIELDS.items()} | {
-        "idle_unload_s": "idle_unload",
-        "served_model_name": "name or aliases",
-    }
+    theirs = {"served_model_name": "name or aliases"}
     try:
         yield
     except InvalidRequest as error:
@@ -197,14 +186,14 @@ def _fields_named() -> Iterator[None]:
 
 def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
     """What is not said of this model is what was said of all."""
-    settings = {ENGINE_FIELDS[name]: value for name, value in given.items() if name in ENGINE_FIELDS}
-    if isinstance(size := settings.get("kv_bytes"), str):
-        settings["kv_bytes"] = options.parse_bytes("kv_memory =", size)
+    settings = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
+    if isinstance(size := settings.get("kv_memory"), str):
+        settings["kv_memory"] = options.parse_bytes("kv_memory =", size)
     types = {field.name: field.type for field in fields(engine)}
     for name, value in settings.items():
         if types[name] == "str" and not isinstance(value, str):
             raise InvalidRequest(f"{name} = {value!r:.80} is not text")
-    if "kv_bytes" in settings and "num_blocks" not in settings:
+    if "kv_memory" in settings and "num_blocks" not in settings:
         settings["num_blocks"] = None  # the one said of all would go before it
     return replace(engine, **settings)
 

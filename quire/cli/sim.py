@@ -64,9 +64,7 @@ def sim(
     rate: Annotated[float | None, typer.Option(help="Synthetic trace: requests per second (20).")] = None,
     seed: Annotated[int | None, typer.Option(help="Synthetic trace: another seed, another trace (0).")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-seqs", "--max-num-seqs", help="Most requests running at once.")
-    ] = _DEFAULT.max_num_seqs,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests running at once.")] = _DEFAULT.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Most tokens in one step.")
     ] = _DEFAULT.max_num_batched_tokens,
@@ -86,7 +84,7 @@ def sim(
     _check_outputs(trace, plot, save_trace)
     device = _machine(machine, base_ms, token_us, context_us, kv_bytes)
     base = SimConfig(
-        patience_s=patience,
+        patience=patience,
         normal_share=normal_share,
         low_share=low_share,
         has_costly_rows=device.has_costly_rows,
@@ -95,7 +93,7 @@ def sim(
         max_num_batched_tokens=max_num_batched_tokens,
         max_chunk_tokens=max_chunk_tokens,
         max_waiting=max_waiting,
-        is_caching=cache,
+        enable_prefix_caching=cache,
     )
     configs = _configs(base, policy, blocks)
     synthetic = {"scenario": scenario, "requests": requests, "rate": rate, "seed": seed}
@@ -157,7 +155,7 @@ def _machine(
 def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | None) -> list[SimConfig]:
     """One for each pair, all of them known to work."""
     names, sizes = dict.fromkeys(policies or POLICIES), dict.fromkeys(blocks or DEFAULT_BLOCKS)
-    own = {"aging": ("patience_s",), "fair": ("normal_share", "low_share")}  # what means something under one policy
+    own = {"aging": ("patience",), "fair": ("normal_share", "low_share")}  # what means something under one policy
     with _options_named():
         for policy, fields in own.items():
             for field in fields:
@@ -168,9 +166,9 @@ def _configs(base: SimConfig, policies: list[str] | None, blocks: list[int] | No
             raise InvalidRequest(f"--blocks {size} is not from 2 to {MAX_BLOCKS} (one is never handed out)")
     configs = []
     for name, size in product(names, sizes):
-        config = replace(base, policy=name, num_blocks=size)
+        config = replace(base, scheduling_policy=name, num_blocks=size)
         if name != "aging":
-            config = replace(config, patience_s=None)
+            config = replace(config, patience=None)
         if name != "fair":
             config = replace(config, normal_share=None, low_share=None)
         configs.append(config)
@@ -195,7 +193,7 @@ def _trace(path: str | None, synthetic: dict[str, Any]) -> list[TraceRequest]:
 @contextmanager
 def _options_named() -> Iterator[None]:
     """Let an error name the option as it is typed, not the argument it became."""
-    names = {"max_requests": "max_waiting", "patience_s": "patience"}
+    names = {"max_requests": "max_waiting", "scheduling_policy": "policy"}
     try:
         yield
     except InvalidRequest as error:
@@ -210,7 +208,7 @@ def _run_all(trace: Sequence[TraceRequest], configs: Sequence[SimConfig], machin
     reports = []
     with progress_bar(len(configs) * len(trace)) as show:
         for number, config in enumerate(configs):
-            advance = _advance(show, number * len(trace), f"{config.policy}, {config.num_blocks:,} blocks")
+            advance = _advance(show, number * len(trace), f"{config.scheduling_policy}, {config.num_blocks:,} blocks")
             reports.append(simulate(trace, config, machine.step_time, advance))
     return reports
 
@@ -241,7 +239,7 @@ def summary(report: SimReport) -> dict[str, Any]:
     """The figures of one run, as plain values."""
     timeline = report.timeline
     return {
-        "policy": report.config.policy,
+        "policy": report.config.scheduling_policy,
         "blocks": report.config.num_blocks,
         "output_tokens_per_s": report.output_tokens_per_s,
         "makespan_s": report.makespan_s,
@@ -292,7 +290,7 @@ def _document(
         "quire": __version__,
         "trace": {"from": path or "synthetic", "requests": len(trace), "span_s": _span_s(trace)},
         "machine": {"name": name, **asdict(machine.step_time), "kv_bytes": machine.kv_bytes},
-        "config": {key: value for key, value in config.items() if key not in ("policy", "num_blocks")},
+        "config": {key: value for key, value in config.items() if key not in ("scheduling_policy", "num_blocks")},
         "runs": [summary(report) for report in reports],
     }
 
@@ -326,7 +324,7 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
     for report in reports:
         config = report.config
         gib = config.num_blocks * config.block_size * machine.kv_bytes / 2**30
-        whole = [config.policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
+        whole = [config.scheduling_policy, f"{config.num_blocks:,}", f"{gib:.3g}", f"{report.output_tokens_per_s:,.0f}"]
         whole += [f"{report.cache.hit_rate:.0%}", f"{report.num_preemptions:,}"]
         figures = summary(report)
         for tier_name, tier in (figures["tiers"] | figures["tenants"]).items():
@@ -350,7 +348,7 @@ def _remarks(report: SimReport) -> Iterator[str]:
         outcomes = Counter(record.outcome for record in report.tier(priority))
         for outcome, words in said.items():
             if outcomes[outcome]:
-                run = f"{report.config.policy}, {report.config.num_blocks:,} blocks"
+                run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
                 yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {words}"
 
 

@@ -29,7 +29,7 @@ def draw(reports: Sequence[SimReport], title: str, path: Path) -> None:
     for index, report in enumerate(reports):
         colour = f"C{index % 10}"
         style = ("-", "--", ":")[index // 10 % 3]
-        name = f"{report.config.policy}, {report.config.num_blocks:,} blocks"
+        name = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
         for panel, priority in zip(panels, tiers, strict=True):
             _draw_ttft(panel, report, priority, f"{colour}{style}")
         times = [sample.time_s for sample in report.timeline]

@@ -41,7 +41,8 @@ class Planner:
     ) -> None:
         if max_num_batched_tokens < running.max_num_seqs:
             raise InvalidRequest(
-                f"{max_num_batched_tokens = } is less than max_num_seqs = {running.max_num_seqs}: every running request needs a token"
+                f"{max_num_batched_tokens = } is less than max_num_seqs = {running.max_num_seqs}:"
+                " every running request needs a token"
             )
         if max_chunk_tokens < 1:
             raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")

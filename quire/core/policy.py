@@ -96,7 +96,7 @@ class Aging:
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         if type(patience_s) not in (int, float) or not 0 <= patience_s <= 1e6:
-            raise InvalidRequest(f"{patience_s = } is not a number from 0 to 1e6 seconds")
+            raise InvalidRequest(f"patience = {patience_s!r} is not a number from 0 to 1e6 seconds")
         self.patience_s = patience_s
         self.ledger = OpenLedger()
         self._patience_ns = round(patience_s * NS_PER_S)
@@ -163,9 +163,9 @@ def make_policy(
 ) -> Policy:
     """The policy of that name. None: its own default. A value that means nothing under it is refused."""
     if name not in POLICIES:
-        raise InvalidRequest(f"policy = {name!r} is not one of {', '.join(POLICIES)}")
+        raise InvalidRequest(f"scheduling_policy = {name!r} is not one of {', '.join(POLICIES)}")
     if patience_s is not None and name != "aging":
-        raise InvalidRequest(f"{patience_s = } means something only under the policy aging, not under {name}")
+        raise InvalidRequest(f"patience = {patience_s!r} means something only under the policy aging, not under {name}")
     shares = {"normal_share": normal_share, "low_share": low_share}
     given = {key: value for key, value in shares.items() if value is not None}
     if given and name != "fair":

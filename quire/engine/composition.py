@@ -46,8 +46,8 @@ CHOSEN = ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")  # by th
 class Scheduling:
     """All that decides who runs when, and in how much memory: the simulator takes the same."""
 
-    policy: str
-    patience_s: float | None  # None, here and below: the policy's own
+    scheduling_policy: str
+    patience: float | None  # None, here and below: the policy's own
     normal_share: float | None
     low_share: float | None
     num_blocks: int  # the null block included
@@ -57,7 +57,7 @@ class Scheduling:
     max_num_batched_tokens: int
     max_chunk_tokens: int
     max_waiting: int
-    is_caching: bool
+    enable_prefix_caching: bool
     has_costly_rows: bool
 
 
@@ -70,20 +70,20 @@ class EngineConfig:
     dtype: str = "auto"
     precision: str = "balanced"
     load_format: str = "auto"
-    num_threads: int | None = None
+    threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
-    kv_bytes: int | None = None
+    kv_memory: int | None = None  # bytes
     max_num_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
     max_waiting: int = 4096
-    policy: str = "fair"
-    patience_s: float | None = None
+    scheduling_policy: str = "fair"
+    patience: float | None = None
     normal_share: float | None = None
     low_share: float | None = None
-    is_caching: bool = True
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", *BACKENDS):
@@ -92,10 +92,10 @@ class EngineConfig:
             raise InvalidRequest(f"device = {self.device!r} is not {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
         if self.precision not in PRECISIONS:
             raise InvalidRequest(f"precision = {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        make_policy(self.policy, self.patience_s, self.normal_share, self.low_share)  # refuses what cannot be
+        make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)  # refuses what cannot be
         if self.load_format not in LOAD_FORMATS:
             raise InvalidRequest(f"load_format = {self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-        for name, low in (("num_threads", 1), ("num_blocks", 2), ("kv_bytes", 1), ("max_model_len", 2)):
+        for name, low in (("threads", 1), ("num_blocks", 2), ("kv_memory", 1), ("max_model_len", 2)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number of at least {low}")
@@ -105,14 +105,14 @@ class EngineConfig:
                 continue
             if type(value) is not int or not 1 <= value <= high:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number from 1 to {high}")
-        if type(self.is_caching) is not bool:
-            raise InvalidRequest(f"is_caching = {self.is_caching!r} is not true or false")
+        if type(self.enable_prefix_caching) is not bool:
+            raise InvalidRequest(f"enable_prefix_caching = {self.enable_prefix_caching!r} is not true or false")
 
     def scheduling(self, capacity: Capacity) -> Scheduling:
         """What the scheduler of an engine with that capacity is given."""
         return Scheduling(
-            policy=self.policy,
-            patience_s=self.patience_s,
+            scheduling_policy=self.scheduling_policy,
+            patience=self.patience,
             normal_share=self.normal_share,
             low_share=self.low_share,
             num_blocks=capacity.num_blocks,
@@ -124,7 +124,7 @@ class EngineConfig:
             ),
             max_chunk_tokens=self.max_chunk_tokens or capacity.max_chunk_tokens,
             max_waiting=self.max_waiting,
-            is_caching=self.is_caching,
+            enable_prefix_caching=self.enable_prefix_caching,
             has_costly_rows=capacity.has_costly_rows,
         )
 
@@ -196,13 +196,13 @@ def make_scheduler(
     if num_blocks is not None:
         capacity = replace(capacity, num_blocks=min(num_blocks, capacity.num_blocks))
     given = config.scheduling(capacity)
-    policy = make_policy(given.policy, given.patience_s, given.normal_share, given.low_share)
+    policy = make_policy(given.scheduling_policy, given.patience, given.normal_share, given.low_share)
     # A secret root: nobody can prepare tokens whose chain keys collide with another tenant's.
     cache = KVCacheManager(
         given.num_blocks,
         given.block_size,
         secret=secrets.token_bytes(16),
-        is_caching=given.is_caching,
+        is_caching=given.enable_prefix_caching,
         observe=observe,
     )
     return Scheduler(

@@ -34,7 +34,7 @@ class ModelConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     is_pinned: bool = False  # never unloaded to make room, or for being idle
     is_preloaded: bool = False  # at the start, as the first one is
-    idle_unload_s: float | None = None
+    idle_unload: float | None = None
     priority: Priority | None = None  # of requests that ask for none; None: their key's
     tool_format: str | None = None  # how it writes calls of tools; None: as its template shows
 
@@ -43,32 +43,32 @@ class ModelConfig:
             find_tool_format(None, self.tool_format)  # refuses what is none
         if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):
             raise InvalidRequest(f"served_model_name = {self.names!r:.80} has an entry that is no name")
-        if self.idle_unload_s is not None:
-            _check_seconds("idle_unload_s", self.idle_unload_s)
+        if self.idle_unload is not None:
+            _check_seconds("idle_unload", self.idle_unload)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     models: tuple[ModelConfig, ...]  # the first one is the default
-    memory_bytes: int | None = None  # for weights and KV of all; None: one takes what it likes, several share most
+    memory: int | None = None  # for weights and KV of all; None: one takes what it likes, several share most
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    admin_api_key: tuple[str, ...] = ()
     api_keys_file: Path | None = None
-    is_insecure: bool = False  # listen for others without a key
-    is_cache_shared: bool = False  # between keys
+    insecure: bool = False  # listen for others without a key
+    share_prefix_cache: bool = False  # between keys
     max_queue: int = 512
     max_queued_tokens: int = 1 << 20
-    queue_timeout_s: float = 60.0
-    drain_s: float = 30.0
-    max_body_bytes: int = 16 << 20
-    body_timeout_s: float = 10.0
-    header_timeout_s: float = 10.0
-    slow_reader_s: float = 30.0
-    keep_alive_s: float = 10.0
+    queue_timeout: float = 60.0
+    drain: float = 30.0
+    max_body_size: int = 16 << 20
+    body_timeout: float = 10.0
+    header_timeout: float = 10.0
+    slow_client_timeout: float = 30.0
+    keep_alive_interval: float = 10.0
     max_connections: int = 4096
-    hang_limit_s: float = HANG_LIMIT_S
+    hang_limit: float = HANG_LIMIT_S
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
@@ -83,17 +83,17 @@ class ServeConfig:
             ("port", 0, 65_535),
             ("max_queue", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 40),
-            ("max_body_bytes", 1024, 1 << 30),
+            ("max_body_size", 1024, 1 << 30),
             ("max_connections", 1, 1 << 20),
         ):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise InvalidRequest(f"{name} = {value!r} is not a whole number from {low} to {high}")
         for name in (
-            *("queue_timeout_s", "drain_s", "body_timeout_s", "header_timeout_s"),
-            *("slow_reader_s", "keep_alive_s", "hang_limit_s"),
+            *("queue_timeout", "drain", "body_timeout", "header_timeout"),
+            *("slow_client_timeout", "keep_alive_interval", "hang_limit"),
         ):
-            _check_seconds(name, getattr(self, name), low_s=0 if name == "drain_s" else 0.01)
+            _check_seconds(name, getattr(self, name), low_s=0 if name == "drain" else 0.01)
         for name, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
@@ -105,7 +105,7 @@ class ServeConfig:
 
     @property
     def has_keys(self) -> bool:
-        return bool(self.api_keys or self.admin_api_keys or self.api_keys_file)
+        return bool(self.api_key or self.admin_api_key or self.api_keys_file)
 
     @property
     def is_local(self) -> bool:
@@ -126,8 +126,8 @@ class ServeConfig:
     def _check_models(self) -> None:
         if not self.models:
             raise InvalidRequest("models: there is none to serve")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise InvalidRequest(f"memory_bytes = {self.memory_bytes!r} is no size of a memory")
+        if self.memory is not None and self.memory < 1:
+            raise InvalidRequest(f"memory = {self.memory!r} is no size of a memory")
         owners: dict[str, ModelConfig] = {}
         for model in self.models:
             for name in model.names:
@@ -153,7 +153,7 @@ class ServeConfig:
             raise InvalidRequest(f"root_path = {self.root_path!r} does not begin with / or ends with one")
 
     def _check_exposure(self) -> None:
-        if not self.is_local and not self.has_keys and not self.is_insecure:
+        if not self.is_local and not self.has_keys and not self.insecure:
             raise InvalidRequest(
                 f"host = {self.host!r} lets other machines in, and there is no API key: set --api-key (or"
                 " QUIRE_API_KEY, or --api-keys-file), or say --insecure if that is what you want"

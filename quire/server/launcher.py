@@ -51,7 +51,7 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     age_s = process_age_s()
     started_s = time.monotonic() - age_s
     gate = Gate(
-        make_keyring(config.api_keys, config.admin_api_keys, config.api_keys_file, is_shared=config.is_cache_shared),
+        make_keyring(config.api_key, config.admin_api_key, config.api_keys_file, is_shared=config.share_prefix_cache),
         config.allowed_origins,
         config.allowed_hosts if config.is_local else ("*",),
     )
@@ -100,11 +100,11 @@ class _Main:
     async def serve(self, sockets: list[socket.socket]) -> None:
         config = self._config
         self._models = self._make_models()
-        call_limits = RequestLimits(config.max_body_bytes, config.body_timeout_s, config.keep_alive_s)
+        call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
         app = make_app(self._models, self._gate, call_limits)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
-        HttpProtocol.header_s = config.header_timeout_s
-        HttpProtocol.slow_reader_s = config.slow_reader_s
+        HttpProtocol.header_s = config.header_timeout
+        HttpProtocol.slow_reader_s = config.slow_client_timeout
         settings = make_config(
             app, certfile=_name(config.ssl_certfile), keyfile=_name(config.ssl_keyfile), root_path=config.root_path
         )
@@ -128,11 +128,11 @@ class _Main:
     def _make_models(self) -> Models:
         """One alone takes what it thinks best, unless it is told. Several share one budget."""
         config = self._config
-        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout_s)
-        shared = Shared(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit_s)
+        limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
+        shared = Shared(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
         engine = config.models[0].engine
         on_gpu = engine.device != "cpu" and engine.backend in ("auto", "torch") and has_nvidia()
-        budget_bytes = config.memory_bytes
+        budget_bytes = config.memory
         if budget_bytes is None and len(config.models) > 1:
             budget_bytes = default_budget(on_gpu=on_gpu)
         models = Models(config.models, shared, budget_bytes=budget_bytes, kv_cap_bytes=None if on_gpu else CPU_CAP)
@@ -147,7 +147,7 @@ class _Main:
             all_s = time.monotonic() - self._started_s
             timings = {"server": self._age_s, "tokenizer": first.open_s, **ready.timings_s}
             timings |= {"worker": max(0.0, all_s - sum(timings.values())), "all": all_s}  # the worker's own start-up
-            budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory_bytes is None
+            budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory is None
             self._on_ready(Startup(self._config, first.name, ready, timings, budget_bytes, is_chosen))
         await models.preload()
 
@@ -156,8 +156,8 @@ class _Main:
         models = self._models
         if models.num_open:
             text = "finishing %d request(s), %g s at most; a second signal ends them at once"
-            log.warning(text, models.num_open, self._config.drain_s)
-        if not await models.drain(self._config.drain_s):
+            log.warning(text, models.num_open, self._config.drain)
+        if not await models.drain(self._config.drain):
             log.warning("ending %d request(s) with an error", models.num_open)
             models.cut()
             with suppress(TimeoutError):

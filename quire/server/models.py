@@ -79,7 +79,7 @@ class Model:
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
         self.door = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
-        self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload_s)
+        self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
         self.max_model_len: int | None = config.engine.max_model_len  # None: nobody has looked yet
         self.full_context: int | None = None  # what it would be, had it memory enough
         self.on_loading: Progress | None = None
@@ -129,8 +129,8 @@ class Model:
     def needs(self) -> Needs:
         engine = self.config.engine
         if self._token_bytes is None:
-            return Needs(self._weight_bytes, 0, engine.kv_bytes if engine.num_blocks is None else None)
-        kv_bytes = engine.kv_bytes
+            return Needs(self._weight_bytes, 0, engine.kv_memory if engine.num_blocks is None else None)
+        kv_bytes = engine.kv_memory
         if engine.num_blocks is not None:
             kv_bytes = int(engine.num_blocks * engine.block_size * self._token_bytes)
         blocks = -(-(self.full_context or 1) // engine.block_size) + 1  # and the null block
@@ -157,7 +157,7 @@ class Model:
         config, began_s = self.config, time.monotonic()
         engine = config.engine
         if kv_bytes is not None and engine.num_blocks is None:
-            engine = replace(engine, kv_bytes=kv_bytes)
+            engine = replace(engine, kv_memory=kv_bytes)
         opening = partial(ModelText.open, config.path, self.root, engine.load_format, config.tool_format)
         text = await asyncio.get_running_loop().run_in_executor(self._shared.opener, opening)
         self.open_s = time.monotonic() - began_s

@@ -69,8 +69,8 @@ MACHINES: dict[str, Machine] = {
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    policy: str = "fair"
-    patience_s: float | None = None  # None, here and below: the policy's own
+    scheduling_policy: str = "fair"
+    patience: float | None = None  # None, here and below: the policy's own
     normal_share: float | None = None
     low_share: float | None = None
     num_blocks: int = 2048
@@ -79,13 +79,13 @@ class SimConfig:
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int = 512
     max_waiting: int = 100_000
-    is_caching: bool = True
+    enable_prefix_caching: bool = True
     max_model_len: int | None = None  # None: all that the pool can hold
     has_costly_rows: bool = False  # as on a CPU: a step may leave out requests of lower tiers
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
-        policy = make_policy(self.policy, self.patience_s, self.normal_share, self.low_share)
-        cache = KVCacheManager(self.num_blocks, self.block_size, is_caching=self.is_caching, observe=observe)
+        policy = make_policy(self.scheduling_policy, self.patience, self.normal_share, self.low_share)
+        cache = KVCacheManager(self.num_blocks, self.block_size, is_caching=self.enable_prefix_caching, observe=observe)
         return Scheduler(
             cache,
             policy,

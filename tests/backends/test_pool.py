@@ -23,9 +23,9 @@ def request(max_model_len: int = 2048, **options: Any) -> PoolRequest:
 
 def test_the_users_bytes_are_honoured() -> None:
     """4 requests of 2,048 tokens use 256 blocks at most: the other 11,393 are prefix cache."""
-    assert request(kv_bytes=8 * GIB).num_blocks(16 * GIB, GIB) == 8 * GIB // BLOCK_BYTES == 11_650
+    assert request(kv_memory=8 * GIB).num_blocks(16 * GIB, GIB) == 8 * GIB // BLOCK_BYTES == 11_650
     with pytest.raises(InvalidRequest, match="kv_bytes = 8,589,934,592 is more than"):
-        request(kv_bytes=8 * GIB).num_blocks(4 * GIB, GIB)
+        request(kv_memory=8 * GIB).num_blocks(4 * GIB, GIB)
 
 
 def test_the_users_number_of_blocks_is_honoured() -> None:
@@ -48,7 +48,7 @@ def test_the_default_on_a_cpu(free: int, taken: int, monkeypatch: pytest.MonkeyP
 def test_the_default_of_a_toy_model_has_a_bound_and_a_number_has_none() -> None:
     toy = PoolRequest(BackendOptions(), 1024, 4096)
     assert toy.num_blocks(8 * GIB, 4 * GIB) == DEFAULT_MAX_BLOCKS
-    toy = PoolRequest(BackendOptions(kv_bytes=4 * GIB), 1024, 4096)
+    toy = PoolRequest(BackendOptions(kv_memory=4 * GIB), 1024, 4096)
     assert toy.num_blocks(8 * GIB, 4 * GIB) == 4 << 20
 
 
@@ -59,7 +59,7 @@ def test_a_default_too_small_for_anyone_is_refused() -> None:
 
 def pool_of(path: Path, **settings: Any) -> tuple[int, int]:
     """How many blocks, and bytes, an engine for two requests of 64 tokens makes: they use 4 blocks."""
-    engine = make_engine(path, EngineConfig(device="cpu", num_threads=1, max_num_seqs=2, max_model_len=64, **settings))
+    engine = make_engine(path, EngineConfig(device="cpu", threads=1, max_num_seqs=2, max_model_len=64, **settings))
     try:
         return engine.capacity.num_blocks, engine.runner.facts().kv_bytes
     finally:
@@ -73,6 +73,6 @@ def test_backends_make_the_pool_they_are_asked_for(
     num_blocks, num_bytes = pool_of(tiny_model, backend=backend, num_blocks=100)
     assert num_blocks == 100
     block_bytes = num_bytes // 100
-    assert pool_of(tiny_model, backend=backend, kv_bytes=1000 * block_bytes + 7)[0] == 1000
+    assert pool_of(tiny_model, backend=backend, kv_memory=1000 * block_bytes + 7)[0] == 1000
     monkeypatch.setattr(pool, "available_bytes", lambda: 10 << 20)
     assert pool_of(tiny_model, backend=backend)[0] == int((10 << 20) * CPU_SHARE) // block_bytes

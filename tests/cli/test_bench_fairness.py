@@ -211,7 +211,7 @@ def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, mo
     monkeypatch.setattr(bench_fairness, "MAX_PAUSE_S", 0.01)
     stages: list[Stage] = []
     config = BenchConfig(parts=("fairness",), seconds=1.0, max_num_seqs=2, prompt_tokens=16, output_tokens=4)
-    found = measure_fairness(str(tiny_model), config, {"backend": "fake", "num_threads": None}, stages.append)
+    found = measure_fairness(str(tiny_model), config, {"backend": "fake", "threads": None}, stages.append)
     assert [stage.what for stage in stages] == [
         "fairness: starting a server",
         "fairness: idle",

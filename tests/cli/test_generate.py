@@ -198,7 +198,7 @@ def test_an_unknown_model_is_not_fetched() -> None:
         (["--logprobs", "2"], "--logprobs 2 is shown only with --json"),
         (["--stop", ""], "--stop[0] has 0 characters"),
         (["--threads", "0"], "--threads = 0"),
-        (["--max-context", "1"], "--max-context = 1"),
+        (["--max-model-len", "1"], "--max-model-len = 1"),
         (["--kv-memory", "lots"], "--kv-memory 'lots' is not a size like 2G or 512M"),
         (["--kv-memory", "0"], "--kv-memory = 0"),
         (["--raw", "--system", "Hi"], "--system 'Hi' needs the chat template, and --raw was given"),

@@ -112,7 +112,7 @@ def test_the_environment_names_a_server_or_none(
     monkeypatch.setenv("QUIRE_SERVER", f"{server.url}/v1/")
     assert run("generate", "Hi").stdout == f"{PARIS}\n"
     assert run("generate", "Hi", "--server", "none").stdout == "Hi\n"
-    assert run("generate", "Hi", "--max-context", "50").stdout == "Hi\n"
+    assert run("generate", "Hi", "--max-model-len", "50").stdout == "Hi\n"
     monkeypatch.setenv("QUIRE_SERVER", free_url())
     assert "does not answer: Connection refused" in failure("generate", "Hi")
     assert len(echo.seen) == 3

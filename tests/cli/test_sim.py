@@ -104,7 +104,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--kv-bytes", "0"], "--kv-bytes 0 is less than 1"),
     (["--requests", "0"], "--requests = 0 is not from 1"),
     (["--rate", "0"], "--rate = 0"),
-    (["--max-seqs", "0"], "--max-seqs = 0"),
+    (["--max-num-seqs", "0"], "--max-num-seqs = 0"),
     (["--max-waiting", "0"], "--max-waiting = 0"),
     (["--max-step-tokens", "3"], "--max-step-tokens = 3 is less than max_num_seqs"),
     (["--patience", "-3"], "--patience = -3"),

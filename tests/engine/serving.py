@@ -29,7 +29,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def client(path: Path, **settings: Any) -> AsyncIterator[EngineClient]:
     options = {name: settings.pop(name) for name in OPTIONS if name in settings}
     text = ModelText.open(path)
-    config = EngineConfig(**{"num_blocks": 200, "max_num_seqs": 8, "num_threads": 1, **settings})
+    config = EngineConfig(**{"num_blocks": 200, "max_num_seqs": 8, "threads": 1, **settings})
     engine = EngineClient(path, text, config, **options)
     try:
         yield engine

@@ -32,7 +32,7 @@ SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, backend="torch", device="cpu", num_threads=1, num_blocks=256) as llm:
+    with LLM(tiny_model, backend="torch", device="cpu", threads=1, num_blocks=256) as llm:
         yield llm
 
 
@@ -128,7 +128,7 @@ def test_what_does_not_hold_is_said(report: BenchReport) -> None:
 
 
 def test_a_cache_that_is_off_is_found_out(tiny_model: Path) -> None:
-    with LLM(tiny_model, device="cpu", num_threads=1, num_blocks=512, is_caching=False) as llm:
+    with LLM(tiny_model, device="cpu", threads=1, num_blocks=512, enable_prefix_caching=False) as llm:
         report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1))
     assert report.prefix is not None
     assert not report.prefix.is_held

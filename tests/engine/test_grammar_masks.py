@@ -234,7 +234,7 @@ def test_an_answer_that_runs_on_ends_with_length(
     tiny_model: Path, backend: str, schema: dict[str, Any], wanted: str
 ) -> None:
     """A bias makes a model of random weights want the same over and over."""
-    with LLM(tiny_model, backend=backend, num_blocks=100, num_threads=1) as llm:
+    with LLM(tiny_model, backend=backend, num_blocks=100, threads=1) as llm:
         bias = {token: 100.0 for char in wanted for token in llm.text.tokenizer.encode_plain(char, at_start=False)}
         params = GenerationParams(grammar=json_schema_grammar(schema), temperature=0, logit_bias=bias, max_tokens=400)
         (completion,) = llm.generate("The", params)[0].completions

@@ -372,7 +372,7 @@ def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(tiny_model: Pa
 
 
 def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> None:
-    with LLM(tiny_model, num_blocks=100, num_threads=1) as llm:
+    with LLM(tiny_model, num_blocks=100, threads=1) as llm:
         grammar = regex_grammar("[ab]{1,30}x[cd]{1,30}")
         (output,) = llm.generate("The", GenerationParams(grammar=grammar, stop="x", max_tokens=200, seed=2))
         assert set(output.text) <= {"a", "b"}
@@ -387,7 +387,7 @@ def test_a_stop_string_and_a_bias_hold_inside_a_grammar(tiny_model: Path) -> Non
 @pytest.mark.parametrize("backend", ["native", "torch", "fake"])
 def test_the_same_seed_gives_the_same_answer_in_a_crowd(tiny_model: Path, backend: str) -> None:
     """With a pool so small that some are preempted and come back."""
-    with LLM(tiny_model, backend=backend, num_blocks=24, max_num_seqs=8, num_threads=1, block_size=16) as llm:
+    with LLM(tiny_model, backend=backend, num_blocks=24, max_num_seqs=8, threads=1, block_size=16) as llm:
         params = [
             GenerationParams(
                 grammar=[json_schema_grammar(PERSON), regex_grammar("[a-z]{40}"), None][i % 3],

@@ -24,7 +24,7 @@ SHORT = GenerationParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, num_blocks=300, max_num_seqs=8, num_threads=1, max_waiting=16) as llm:
+    with LLM(tiny_model, num_blocks=300, max_num_seqs=8, threads=1, max_waiting=16) as llm:
         yield llm
 
 
@@ -155,7 +155,7 @@ def test_threads_may_share_a_model(llm: LLM) -> None:
 
 
 def test_a_closed_model_says_so(tiny_model: Path) -> None:
-    llm = LLM(tiny_model, num_blocks=50, num_threads=1)
+    llm = LLM(tiny_model, num_blocks=50, threads=1)
     llm.close()
     llm.close()
     with pytest.raises(InvalidRequest, match="closed"):
@@ -246,20 +246,20 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
     with pytest.raises(InvalidRequest, match="max_sequences"):
         LLM(tiny_model, max_sequences=3)
-    wrong: dict[str, Any] = {"block_size": 10**7, "max_num_seqs": 10**8, "patience_s": "x", "is_caching": "no"}
+    wrong: dict[str, Any] = {"block_size": 10**7, "max_num_seqs": 10**8, "patience": "x", "enable_prefix_caching": "no"}
     for name in wrong:
         with pytest.raises(InvalidRequest, match=f"{name} = "):
             LLM(tiny_model, **{name: wrong[name]})
     with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
         LLM(tiny_model, dtype="int3")
     with pytest.raises(InvalidRequest, match="kv_bytes = 10 is less"):
-        LLM(tiny_model, kv_bytes=10)
+        LLM(tiny_model, kv_memory=10)
     with pytest.raises(InvalidRequest, match=r"kv_bytes = 4,398,046,511,104 is more than"):
-        LLM(tiny_model, kv_bytes=4 << 40)
+        LLM(tiny_model, kv_memory=4 << 40)
     with pytest.raises(InvalidRequest, match="num_blocks = 1000000000 take"):
         LLM(tiny_model, num_blocks=10**9)
     with pytest.raises(InvalidRequest, match="num_threads = 5000 is more than"):
-        LLM(tiny_model, num_threads=5000)
+        LLM(tiny_model, threads=5000)
     with pytest.raises(InvalidRequest, match="max_model_len = 5000 is more than the 4096"):
         LLM(tiny_model, max_model_len=5000)
     with pytest.raises(ModelNotFound):
@@ -268,6 +268,6 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
 
 def test_a_budget_sizes_the_pool(tiny_model: Path) -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 32 * 4  # keys and values, layers, heads, head size, tokens, fp32
-    with LLM(tiny_model, backend="torch", kv_bytes=10 * bytes_per_block + 5, num_threads=1) as llm:
+    with LLM(tiny_model, backend="torch", kv_memory=10 * bytes_per_block + 5, threads=1) as llm:
         assert llm.engine.capacity.num_blocks == 10
         assert llm.max_model_len == 9 * 32

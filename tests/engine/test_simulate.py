@@ -44,13 +44,13 @@ def test_equal_names_are_one_prefix_and_answers_can_be_continued() -> None:
     second = TraceRequest(1000, 200, 1, shared=(("system", 100), ("answer", 50)))
     report = simulate([first, second], SimConfig(), SECOND)
     assert report.cache.num_hit_tokens == 149  # all but the answer's last token, whose KV was never needed
-    assert simulate([first, second], SimConfig(is_caching=False), SECOND).cache.num_hit_tokens == 0
+    assert simulate([first, second], SimConfig(enable_prefix_caching=False), SECOND).cache.num_hit_tokens == 0
 
 
 def test_tiers_matter_under_aging_and_not_under_fcfs() -> None:
     trace = [TraceRequest(0.0, 10, 20, priority=Priority.LOW), TraceRequest(0.5, 10, 2, priority=Priority.HIGH)]
-    aging = simulate(trace, SimConfig(policy="aging", max_num_seqs=1), SECOND)
-    fcfs = simulate(trace, SimConfig(policy="fcfs", max_num_seqs=1), SECOND)
+    aging = simulate(trace, SimConfig(scheduling_policy="aging", max_num_seqs=1), SECOND)
+    fcfs = simulate(trace, SimConfig(scheduling_policy="fcfs", max_num_seqs=1), SECOND)
     assert (aging.num_preemptions, fcfs.num_preemptions) == (1, 0)
     waits = [report.tier(Priority.HIGH)[0].wait_s for report in (aging, fcfs)]
     assert waits[0] == 0.5
@@ -69,7 +69,9 @@ def test_a_low_backlog_does_not_delay_high_under_fair() -> None:
     machine = MACHINES["cpu-smollm2-135m"]
     trace = SCENARIOS["backlog"](150, 5.0, 1)
     config = SimConfig(num_blocks=4096, has_costly_rows=machine.has_costly_rows)
-    fair, aging = (simulate(trace, replace(config, policy=name), machine.step_time) for name in ("fair", "aging"))
+    fair, aging = (
+        simulate(trace, replace(config, scheduling_policy=name), machine.step_time) for name in ("fair", "aging")
+    )
     alone = simulate([one for one in trace if one.priority is Priority.HIGH], config, machine.step_time)
     assert p95_ttft_s(fair, Priority.HIGH) < 3 * p95_ttft_s(alone, Priority.HIGH)
     assert p95_ttft_s(aging, Priority.HIGH) > 50 * p95_ttft_s(alone, Priority.HIGH)
@@ -80,10 +82,10 @@ def test_low_is_served_while_high_saturates_the_machine_and_tenants_share_a_tier
     step_time = MACHINES["h200-llama3-8b"].step_time
     config = SimConfig(num_blocks=4096, max_num_seqs=16)
     trace = SCENARIOS["saturated"](300, 40.0, 1)
-    fair, fcfs = (simulate(trace, replace(config, policy=name), step_time) for name in ("fair", "fcfs"))
+    fair, fcfs = (simulate(trace, replace(config, scheduling_policy=name), step_time) for name in ("fair", "fcfs"))
     assert p95_ttft_s(fair, Priority.LOW) < p95_ttft_s(fcfs, Priority.LOW) / 2
     trace = SCENARIOS["tenants"](300, 40.0, 1)
-    fair, fcfs = (simulate(trace, replace(config, policy=name), step_time) for name in ("fair", "fcfs"))
+    fair, fcfs = (simulate(trace, replace(config, scheduling_policy=name), step_time) for name in ("fair", "fcfs"))
     person = (p95_ttft_s(report, Priority.NORMAL, "person") for report in (fair, fcfs))
     assert next(person) < next(person) / 5
 
@@ -121,7 +123,9 @@ def test_time_per_token_is_counted_after_the_first() -> None:
 def test_siblings_that_arrive_together_share_one_prefill_while_the_clock_runs() -> None:
     trace = [TraceRequest(0, 3000, 50, shared=(("manual", 2900),), priority=Priority.LOW)] * 4
     for policy in ("aging", "fcfs"):
-        report = simulate(trace, SimConfig(policy=policy, num_blocks=4096), MACHINES["h200-llama3-8b"].step_time)
+        report = simulate(
+            trace, SimConfig(scheduling_policy=policy, num_blocks=4096), MACHINES["h200-llama3-8b"].step_time
+        )
         assert report.cache.num_hit_tokens == 3 * 2900
 
 
@@ -163,7 +167,7 @@ def test_impossible_step_times_are_refused(times: tuple[float, float, float], me
 
 def test_unknown_policies_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="policy = 'lifo' is not one of fair, aging, fcfs"):
-        simulate([TraceRequest(0, 1, 1)], SimConfig(policy="lifo"), SECOND)
+        simulate([TraceRequest(0, 1, 1)], SimConfig(scheduling_policy="lifo"), SECOND)
 
 
 def test_percentiles_are_nearest_rank() -> None:

@@ -337,7 +337,7 @@ def test_a_callback_of_loading_that_raises_is_dropped(tiny_model: Path) -> None:
 
 def test_a_client_belongs_to_one_event_loop(tiny_model: Path) -> None:
     text = ModelText.open(tiny_model)
-    engine = EngineClient(tiny_model, text, EngineConfig(num_blocks=50, num_threads=1))
+    engine = EngineClient(tiny_model, text, EngineConfig(num_blocks=50, threads=1))
 
     async def use() -> None:
         await engine.start()

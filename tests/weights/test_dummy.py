@@ -62,7 +62,7 @@ def test_an_unknown_format_is_refused() -> None:
 
 @pytest.mark.parametrize("backend", ["fake", "torch"])
 def test_an_engine_needs_no_tokenizer(bare: Path, backend: str) -> None:
-    engine = make_engine(bare, EngineConfig(backend=backend, load_format="dummy", num_blocks=8, num_threads=1))
+    engine = make_engine(bare, EngineConfig(backend=backend, load_format="dummy", num_blocks=8, threads=1))
     engine.add(1, [3, 4, 5], SamplingParams(temperature=0, max_tokens=6))
     tokens: list[int] = []
     while engine.has_work:
@@ -82,7 +82,7 @@ def test_text_needs_one_and_says_so(bare: Path) -> None:
 def test_with_a_tokenizer_there_is_text(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
-    with LLM(folder, load_format="dummy", num_blocks=8, num_threads=1) as llm:
+    with LLM(folder, load_format="dummy", num_blocks=8, threads=1) as llm:
         answers = llm.generate(["Hello"] * 2, GenerationParams(max_tokens=4, ignore_eos=True, temperature=0))
         assert [one.completions[0].error for one in answers] == [None, None]
         assert answers[0].completions[0].token_ids == answers[1].completions[0].token_ids

@@ -33,7 +33,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     if max_model_len > spec.max_model_len:
         raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
-    num_threads = choose_threads(options.num_threads)
+    num_threads = choose_threads(options.threads)
     packed = pack_model(checkpoint, num_threads, progress)
     engine = Engine(num_threads)
     try:

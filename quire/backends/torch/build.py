@@ -32,7 +32,7 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
-        torch.set_num_threads(choose_threads(options.num_threads))
+        torch.set_num_threads(choose_threads(options.threads))
     max_model_len = options.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")

@@ -128,8 +128,8 @@ class DeviceSampler:
         """Enqueue: tokens to out[0, :S] and last_samples[slots], flags to out[1, :S] (1: broken, 2: blocked).
 
         logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, slots [S], last_tokens [S]
-        (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32: all on the device. Logprobs
-        are on their way to the host, and may be read once the device has come past this point.
+        (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32: all on the device.
+        Logprobs are on their way to the host, and may be read once the device has come past this point.
         """
         masks = masks or {}
         masked = [row for row, piece in enumerate(rows) if piece.slot in masks] if masks else []

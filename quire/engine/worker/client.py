@@ -110,7 +110,7 @@ class EngineClient:
 
     @property
     def is_caching(self) -> bool:
-        return self._config.is_caching
+        return self._config.enable_prefix_caching
 
     @property
     def capacity(self) -> Capacity | None:

@@ -144,7 +144,7 @@ class Worker:
         """
         runner = self._engine.runner
         num_blocks = -(-(WARM_UP_TOKENS + WARM_UP_ANSWER) // runner.capacity().block_size) + 1  # and the null block
-        scheduler = make_scheduler(runner, EngineConfig(is_caching=False), num_blocks=num_blocks)
+        scheduler = make_scheduler(runner, EngineConfig(enable_prefix_caching=False), num_blocks=num_blocks)
         spare = Engine(runner, scheduler, on_plan=self._note)
         runs = ((1, 1), (min(WARM_UP_TOKENS, scheduler.max_model_len - 1), WARM_UP_ANSWER))
         for request_id, (num_tokens, num_outputs) in enumerate(runs):

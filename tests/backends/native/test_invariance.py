@@ -54,7 +54,7 @@ def alone(rig: Rig) -> list[Answer]:
     answers = []
     native(rig).use_threads(1)
     for prompt in PROMPTS:
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         answers.append(rig.answer(prompt, NUM_TOKENS, prompt_logprobs=160))
     return answers
 
@@ -123,7 +123,7 @@ def test_on_the_head_of_another(rig: Rig, alone: list[Answer]) -> None:
 def test_forked(rig: Rig) -> None:
     samples = []
     for index in range(3):
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         samples.append(rig.answer(PROMPTS[0], NUM_TOKENS, temperature=1.0, seed=5, sample_index=index))
     assert len({tuple(sample.tokens) for sample in samples}) == 3
     rig.reset()
@@ -141,10 +141,10 @@ def test_preempted(rig: Rig) -> None:
     prompts = [random_prompt(20 + i, 60) for i in range(4)]
     expected = []
     for prompt in prompts:
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         expected.append(rig.answer(prompt, 45))
     for is_caching in (True, False):
-        rig.reset(num_blocks=11, is_caching=is_caching)  # four requests cannot all grow
+        rig.reset(num_blocks=11, enable_prefix_caching=is_caching)  # four requests cannot all grow
         ids = [rig.start(prompt, 45) for prompt in prompts]
         requests = [rig.engine.scheduler.get(request_id) for request_id in ids]
         answers = rig.run(*ids)
@@ -157,7 +157,7 @@ def test_again_and_again_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
     """Whoever comes first takes the next piece of work: it must not matter."""
     native(rig).use_threads(2)
     for _ in range(8):
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         ids = [rig.start(prompt, 2) for prompt in PROMPTS]
         answers = rig.run(*ids)
         for request_id, expected in zip(ids, alone, strict=True):
@@ -172,7 +172,7 @@ def test_other_settings(precision: str, block_size: int, kernels: str, tmp_path:
     rig = Rig(tmp_path, backend="native", precision=precision, block_size=block_size, num_blocks=800)
     expected = []
     for prompt in PROMPTS:
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         expected.append(rig.answer(prompt, 4))
     rig.reset(max_chunk_tokens=13, max_num_batched_tokens=40)
     ids = [rig.start(prompt, 4) for prompt in PROMPTS]
@@ -265,7 +265,7 @@ def test_random_steps(seed: int, tmp_path: Path) -> None:
     assert len(found) > 8
     native(rig).use_threads(1)
     for one, answer in found.values():
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         check_same(answer, rig.answer(one.prompt, one.num_tokens, **one.sampling))
     for one, answer in rng.sample(list(found.values()), 4):
         check(reference, one.prompt, answer, bound=4e-3)  # narrow models round more
@@ -286,7 +286,7 @@ REAL_SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> Iterator[tuple[Rig, list[tuple[int, ...]]]]:
     text = ModelText.open(default_model)
-    rig = Rig(default_model, backend="native", num_blocks=300, max_num_seqs=NUM_PROMPTS, num_threads=2)
+    rig = Rig(default_model, backend="native", num_blocks=300, max_num_seqs=NUM_PROMPTS, threads=2)
     yield rig, make_prompts(text, NUM_PROMPTS)
     rig.engine.close()
     text.close()
@@ -297,7 +297,7 @@ def test_the_real_model(real: tuple[Rig, list[tuple[int, ...]]]) -> None:
     native(rig).use_threads(1)
     expected = []
     for prompt in prompts:
-        rig.reset(is_caching=False)
+        rig.reset(enable_prefix_caching=False)
         expected.append(rig.answer(prompt, REAL_TOKENS, logprobs=50))
     native(rig).use_threads(2)
     for settings in REAL_SETTINGS:

@@ -47,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_runner(path: Path, **settings: Any) -> NativeRunner:
     checkpoint = open_checkpoint(path)
     try:
-        defaults = {"backend": "native", "num_blocks": NUM_BLOCKS, "max_num_seqs": 4, "num_threads": 1}
+        defaults = {"backend": "native", "num_blocks": NUM_BLOCKS, "max_num_seqs": 4, "threads": 1}
         runner = make_runner(checkpoint, EngineConfig(**{**defaults, **settings}))
     finally:
         checkpoint.close()
@@ -327,7 +327,7 @@ resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_IN
 assert "no memory for a step of 4000 tokens" in failed.error, failed.error
 assert failed.tokens == [] and after.error is None and first.error is None
 assert rig.answer(large, 3).error is None
-rig.reset(is_caching=False)
+rig.reset(enable_prefix_caching=False)
 assert rig.answer([*small, 8], 3).tokens == after.tokens
 print("alive")
 """
