@@ -78,14 +78,16 @@ class Case:
         free = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).astype(np.int32) + 1
         tables = np.zeros((num_decodes + len(prompts), 512), np.int32)
         head, used = free[: shared // BLOCK], shared // BLOCK
-        for slot, length in enumerate([*contexts, *(cached + new for cached, new in prompts)]):
-            own = -(-length // BLOCK) - (len(head) if slot < num_decodes else 0)
+        for batch_index, length in enumerate([*contexts, *(cached + new for cached, new in prompts)]):
+            own = -(-length // BLOCK) - (len(head) if batch_index < num_decodes else 0)
             row = free[used : used + own]
-            tables[slot, : -(-length // BLOCK)] = np.concatenate([head, row]) if slot < num_decodes else row
+            tables[batch_index, : -(-length // BLOCK)] = (
+                np.concatenate([head, row]) if batch_index < num_decodes else row
+            )
             used += own
         self.starts = np.array(contexts, np.int32) - 1
-        self.slots = np.arange(num_decodes, dtype=np.int32)
-        self.siblings = find_siblings(tables, self.slots, self.starts, BLOCK) if shared else []
+        self.batch_indices = np.arange(num_decodes, dtype=np.int32)
+        self.siblings = find_siblings(tables, self.batch_indices, self.starts, BLOCK) if shared else []
         self.prompts, positions = [], list(self.starts)
         for number, (cached, new) in enumerate(prompts):
             self.prompts.append(Prompt(len(positions), new, cached, num_decodes + number))
@@ -104,7 +106,7 @@ class Case:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
         per_item = rows_per_item(wide, num_heads // KV_HEADS)
         sizes = Sizes(KV_HEADS, BLOCK, per_item, cores * programs, cores * 2, 8192)
-        work = plan_work(self.starts, self.slots, self.siblings, self.prompts, len(self.q), sizes)
+        work = plan_work(self.starts, self.batch_indices, self.siblings, self.prompts, len(self.q), sizes)
         first_parts = torch.from_numpy(work.first_parts).to(device)
         lists = [
             (torch.from_numpy(items).to(device), tiling) for items, tiling in ((work.narrow, narrow), (work.wide, wide))
@@ -191,17 +193,20 @@ def sampling() -> None:
     device = torch.device("cuda")
     logits = (2 * torch.randn(rows, vocab_size, device=device)).bfloat16()
     zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    batch_indices = torch.arange(rows, dtype=torch.int32, device=device)
     for name, settings in kinds.items():
         sampler = DeviceSampler(vocab_size, rows, device)
         params = SamplingParams(temperature=0.8, **settings)  # type: ignore[arg-type]
-        slices = [SeqSlice(slot, 0, slot, (5,), 9, 1, (), [5] * 10, True, params, 5) for slot in range(rows)]
+        slices = [
+            SeqSlice(batch_index, 0, batch_index, (5,), 9, 1, (), [5] * 10, True, params, 5)
+            for batch_index in range(rows)
+        ]
         host = np.empty((rows, NUM_PARAMS), np.float32)
         wishes = fill_params(host, slices)
         sent, out = torch.from_numpy(host).to(device), torch.empty((2, rows), dtype=torch.int32, device=device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]  # type: ignore[no-untyped-call]
         for mark in marks:
-            sampler.sample(logits, slices, wishes, sent, slots, zeros, zeros.clone(), None, out)
+            sampler.sample(logits, slices, wishes, sent, batch_indices, zeros, zeros.clone(), None, out)
             mark.record()
         torch.cuda.synchronize()
         times = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks[1:]))

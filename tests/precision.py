@@ -125,7 +125,7 @@ class Reference:
         piece = SeqSlice(
             request_id=0,
             epoch=0,
-            slot=0,
+            batch_index=0,
             tokens=tokens,
             start=0,
             length=len(tokens),

@@ -12,7 +12,7 @@ from quire.core.step import StepPlan, StepResult
 DEFAULT_MAX_SEQS = 64  # on a CPU
 PRECISIONS = ("fast", "balanced", "exact")
 
-TokenMasks = Mapping[int, bytes]  # slot -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
+TokenMasks = Mapping[int, bytes]  # batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
 Progress = Callable[[int, int], None]  # bytes of the weights loaded, bytes in all
 
 
@@ -65,7 +65,7 @@ class RunnerFacts:
 class Runner(Protocol):
     """Executes plans strictly in order, so a block that is free may be reused by the next plan at once.
 
-    The last sample of each slot is the one thing a runner may know that a plan does not say.
+    The last sample of each batch index is the one thing a runner may know that a plan does not say.
     """
 
     def capacity(self) -> Capacity: ...

@@ -190,15 +190,15 @@ class FakeRunner:
         self._results.clear()
 
     def _run(self, plan: StepPlan) -> list[_Logits]:
-        for slot in plan.released:
-            self._last_sample[slot] = None
+        for batch_index in plan.released:
+            self._last_sample[batch_index] = None
         for copy in self._random.sample(plan.copies, len(plan.copies)):
             self.memory[copy.destination][:] = self.memory[copy.source]
         return [self._compute(piece) for piece in plan.slices]
 
     def _compute(self, piece: SeqSlice) -> _Logits:
         size, table = self._capacity.block_size, piece.block_table
-        tokens = piece.tokens or (self._own_sample(piece.slot),)
+        tokens = piece.tokens or (self._own_sample(piece.batch_index),)
         for index in range(piece.start // size, len(table)):
             first = max(piece.start - index * size, 0)
             self.memory[table[index]][first:] = [POISON] * (size - first)
@@ -227,9 +227,9 @@ class FakeRunner:
             if len(history) < end:
                 history.append(last_token)  # the scheduler did not know it when it made the plan
             token = choose_token(context, piece.sampling, history, vocab_size)
-            if masks is not None and piece.slot in masks:
-                token = self._next_allowed(token, masks[piece.slot])
-            self._last_sample[piece.slot] = token
+            if masks is not None and piece.batch_index in masks:
+                token = self._next_allowed(token, masks[piece.batch_index])
+            self._last_sample[piece.batch_index] = token
             samples.append((token,))
             if piece.sampling.logprobs is not None:
                 logprobs[index] = (made_up_logprobs(token, piece.sampling.logprobs, vocab_size),)
@@ -242,10 +242,10 @@ class FakeRunner:
         entries = tuple(made_up_logprobs(token, num_top, vocab_size) for token in piece.history[first:last])
         return PromptLogprobs(first, entries) if entries else None
 
-    def _own_sample(self, slot: int) -> int:
-        token = self._last_sample[slot]
+    def _own_sample(self, batch_index: int) -> int:
+        token = self._last_sample[batch_index]
         if token is None:
-            raise InvariantViolation(f"slot {slot} is to go on from a sample it does not have")
+            raise InvariantViolation(f"batch_index {batch_index} is to go on from a sample it does not have")
         return token
 
     def _next_allowed(self, token: int, mask: bytes) -> int:
@@ -262,7 +262,7 @@ class FakeRunner:
             raise InvariantViolation(f"copies that depend on their order: {plan.copies}")
         written: set[int] = set()
         read: list[int] = []
-        slots: set[int] = set()
+        batch_indices: set[int] = set()
         for piece in plan.slices:
             end = piece.start + piece.length
             table = piece.block_table[: -(-end // size)]
@@ -274,9 +274,9 @@ class FakeRunner:
                 raise InvariantViolation(f"a slice that does not say what to compute: {piece}")
             if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
                 raise InvariantViolation(f"a table that does not cover its slice: {piece}")
-            if piece.slot in slots or not 0 <= piece.slot < self._capacity.max_num_seqs:
-                raise InvariantViolation(f"slot used twice or out of range: {piece}")
-            slots.add(piece.slot)
+            if piece.batch_index in batch_indices or not 0 <= piece.batch_index < self._capacity.max_num_seqs:
+                raise InvariantViolation(f"batch index used twice or out of range: {piece}")
+            batch_indices.add(piece.batch_index)
             writes = table[piece.start // size :]
             if not written.isdisjoint(writes):
                 raise InvariantViolation(f"two slices write into one block: {piece}")

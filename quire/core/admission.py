@@ -122,7 +122,7 @@ class Admission:
 
         It gets blocks for its whole known context at once, and leaves one for each running request: they all grow, and
         would preempt it soon. What it lacks it may take from requests that it may preempt. A request that may not
-        preempt leaves a slot and a block for those that wait for a prefix, or all later ones would overtake them.
+        preempt leaves a place and a block for those that wait for a prefix, or all later ones would overtake them.
         """
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
             return False  # no ordinary admission in a step that preempted
@@ -130,7 +130,7 @@ class Admission:
         num_kept = 0
         if not is_entitled:
             num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_num_seqs // 2)
-        # A request of a tier that is owed waits for a slot: what is free is for it, and others have to preempt.
+        # A request of a tier that is owed waits for a place: what is free is for it, and others have to preempt.
         may_take_free = step.closed_from is None
         while True:
             victims = [
@@ -140,21 +140,21 @@ class Admission:
                 and not running.is_spared
                 and running.request_id not in step.admitted
             ]
-            has_slot = may_take_free and self._running.num_free_slots > num_kept
+            has_free_seq = may_take_free and self._running.num_free_seqs > num_kept
             if not victims and step.budget < 1:
                 return False
-            if not has_slot and not any(self._may_lose_slot(victim) for victim in victims):
+            if not has_free_seq and not any(self._may_lose_place(victim) for victim in victims):
                 return False
             hit = self._find_hit(request, step)
             hit, missing = self._find_room(request, hit, num_kept)
-            if missing <= 0 and has_slot:
+            if missing <= 0 and has_free_seq:
                 if step.budget < 1:
                     return False
                 self._admit(step, request, hit)
                 return True
             if not victims and self._running and not self._needs_pins(request, hit):
                 return False
-            way = self._find_way(request, hit, missing, victims, has_slot=has_slot)
+            way = self._find_way(request, hit, missing, victims, has_free_seq=has_free_seq)
             if way is None:
                 if not self._running and not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
@@ -165,9 +165,9 @@ class Admission:
                 self.preempt(step, victim, request)
             may_take_free = may_take_free or bool(way.victims)
 
-    def _may_lose_slot(self, victim: Request) -> bool:
-        """Whether its tier holds more slots than it keeps."""
-        num_kept = self._policy.num_slots_kept(victim.priority, self._running.max_num_seqs)
+    def _may_lose_place(self, victim: Request) -> bool:
+        """Whether its tier holds more places than it keeps."""
+        num_kept = self._policy.num_seqs_kept(victim.priority, self._running.max_num_seqs)
         return self._running.counts[victim.priority] > num_kept
 
     def _may_preempt(self, request: Request, running: Request, step: StepDraft) -> bool:
@@ -198,14 +198,14 @@ class Admission:
         return num_needed > self._cache.pool.num_usable - self._cache.pins.num_blocks
 
     def _find_way(
-        self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_slot: bool
+        self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_free_seq: bool
     ) -> _Way | None:
         """The fewest pins, and then the fewest victims from the back, without which an admission fits.
 
         That takes a look at every block they hold, so a failure is remembered until something is released: a request
         that grows meanwhile takes as much as it could give.
         """
-        attempt = (request.epoch, self._cache.pool.num_releases, has_slot, *[victim.epoch for victim in victims])
+        attempt = (request.epoch, self._cache.pool.num_releases, has_free_seq, *[victim.epoch for victim in victims])
         if attempt == self._failed_attempt and missing >= self._failed_missing:
             return None
         num_missing = missing
@@ -219,9 +219,9 @@ class Admission:
 
         chosen: list[Request] = []
         candidates = victims[::-1]
-        if not has_slot and (last := next(filter(self._may_lose_slot, candidates), None)) is not None:
+        if not has_free_seq and (last := next(filter(self._may_lose_place, candidates), None)) is not None:
             candidates.remove(last)
-            chosen.append(last)  # one request must give up its slot; perhaps that is enough
+            chosen.append(last)  # one request must give up its place; perhaps that is enough
             missing -= count_freed(last.block_table) + 1  # and the block it need not be left
         num_pins = 0
         for pin in self._cache.pins:
@@ -234,7 +234,7 @@ class Admission:
                 break
             missing -= count_freed(victim.block_table) + 1
             chosen.append(victim)
-        if missing <= 0 and (has_slot or chosen):
+        if missing <= 0 and (has_free_seq or chosen):
             return _Way(num_pins, chosen)
         self._failed_attempt, self._failed_missing = attempt, num_missing
         return None
@@ -264,10 +264,10 @@ class Admission:
         request.parent = None  # a resumed request finds its blocks through the tree
         request.is_prefix_waiting = False
         step.admitted.add(request.request_id)
-        slot = self._running.add(request)
+        batch_index = self._running.add(request)
         step.budget -= 1
         self.note_pending(step, request)
-        self._observe(Admitted(request.request_id, request.priority, slot, request.waited_ns, is_resumed))
+        self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
 
     def preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
         """Put a running request back into the queue, with the age it had. Its computed blocks stay findable."""

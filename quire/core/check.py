@@ -23,7 +23,9 @@ from quire.errors import InvariantViolation
 
 T = TypeVar("T")
 
-_state = attrgetter("state", "slot", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published")
+_state = attrgetter(
+    "state", "batch_index", "block_table", "num_computed", "num_planned", "num_in_flight", "num_published"
+)
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
 _IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # of a request that waits
@@ -95,14 +97,14 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
                 owner = sequence.request_id, sequence.epoch
                 promised[owner] = promised.get(owner, 0) + 1
     running = scheduler.running.requests
-    slots = list(scheduler.running.free_slots)
+    batch_indices = list(scheduler.running.free_batch_indices)
     num_seen = 0
     for request in running:
         _check_running(request, scheduler)
         if request.num_in_flight != promised.get((request.request_id, request.epoch), 0):
             _fail(f"{request!r} has samples in flight that are not its own")
-        assert request.slot is not None
-        slots.append(request.slot)
+        assert request.batch_index is not None
+        batch_indices.append(request.batch_index)
         table, first_written = request.block_table, request.num_computed // scheduler.cache.block_size
         parent_key: bytes | None = None
         for start in range(0, len(table), size):
@@ -115,8 +117,8 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
             if num_seen >= size:
                 num_seen = 0
                 yield
-    if sorted(slots) != list(range(scheduler.running.max_num_seqs)):
-        _fail(f"slots are not each free or held once: {sorted(slots)}")
+    if sorted(batch_indices) != list(range(scheduler.running.max_num_seqs)):
+        _fail(f"places are not each free or held once: {sorted(batch_indices)}")
     order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):
         _fail(f"running requests are out of order: {order}")
@@ -125,7 +127,7 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
 def _check_running(request: Request, scheduler: Scheduler) -> None:
     """All but its block table."""
     block_size = scheduler.cache.block_size
-    if request.state is not RequestState.RUNNING or request.slot is None:
+    if request.state is not RequestState.RUNNING or request.batch_index is None:
         _fail(f"{request!r} is among the running")
     if not 0 <= request.num_computed <= request.num_planned <= request.num_tokens <= request.token_limit:
         _fail(f"{request!r} has counts out of order")
@@ -163,7 +165,7 @@ def _check_waiting(scheduler: Scheduler, size: int) -> Iterator[None]:
         yield
     if scheduler.waiting.num_tokens != num_tokens:
         _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
-    _check_alive(scheduler, scheduler.running.requests)  # each in one slot, so none is here twice
+    _check_alive(scheduler, scheduler.running.requests)  # each in one place, so none is here twice
     num_found = len(scheduler.running) + len(scheduler.waiting)
     if num_found != len(scheduler.requests):
         _fail(f"{num_found} requests run or wait, and {len(scheduler.requests)} are alive")

@@ -25,7 +25,7 @@ class Refused:
 class Admitted:
     request_id: int
     priority: Priority
-    slot: int
+    batch_index: int
     waited_ns: int  # all its waits together
     is_resumed: bool
 

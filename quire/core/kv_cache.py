@@ -1,6 +1,6 @@
 """Block tables: what a request holds, how it grows, and what it leaves to others.
 
-Knows requests, counts and blocks. Knows nothing of order, slots or budgets.
+Knows requests, counts and blocks. Knows nothing of order, places or budgets.
 """
 
 from __future__ import annotations

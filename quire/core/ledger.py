@@ -170,7 +170,7 @@ class FairLedger:
         """The starvation bound: tokens computed for all tiers together before a waiting request starts.
 
         `tokens_ahead`: what its own tier computes before it, itself included. `drain_tokens`: what the requests that
-        hold slots and blocks when its turn comes may compute before they give them back. A debt is at most one step.
+        hold places and blocks when its turn comes may compute before they give them back. A debt is at most one step.
         """
         share = self.shares.get(priority, UNITS - sum(self.shares.values()))
         return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens

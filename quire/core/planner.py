@@ -253,12 +253,12 @@ class Planner:
         if wants_token:
             request.num_in_flight += 1
         request.num_planned = end
-        assert request.slot is not None
+        assert request.batch_index is not None
         step.slices.append(
             SeqSlice(
                 request.request_id,
                 request.epoch,
-                request.slot,
+                request.batch_index,
                 tokens[start:end] if start < num_known else (),
                 start,
                 length,

@@ -32,13 +32,13 @@ class Policy(Protocol):
         """Order of prompts inside a turn, smaller first. It may grow while a request runs, and never falls."""
 
     def urgency(self, request: Request, now_ns: int) -> int:
-        """Order of memory and slots, smaller first. Constant while the request runs."""
+        """Order of memory and places, smaller first. Constant while the request runs."""
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Whether a waiting request may take the slot and the blocks of a running one."""
+        """Whether a waiting request may take the place and the blocks of a running one."""
 
-    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:
-        """How many slots a tier keeps when a request of a higher tier waits for one."""
+    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
+        """How many places a tier keeps when a request of a higher tier waits for one."""
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
         """Whether a waiting request waits for a prefix that this running one is computing."""
@@ -69,7 +69,7 @@ class Fair:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
 
-    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:
+    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
         """Its share of them. Otherwise each request that was admitted because its tier was owed would be preempted as
         soon as its prompt had used up the credit, and most of the share would go into computing tails again."""
         return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
@@ -89,9 +89,9 @@ class Aging:
 
         key = (start of this wait) - (earlier waits) + tier * patience
 
-    until its prompt is computed. Memory and slots go by urgency, the whole tiers of the same formula. Age is time spent
-    waiting, so the urgency of a running request is constant. A LOW backlog older than two patiences is ahead of every
-    new HIGH request: that is why `Fair` is the default.
+    until its prompt is computed. Memory and places go by urgency, the whole tiers of the same formula. Age is time
+    spent waiting, so the urgency of a running request is constant. A LOW backlog older than two patiences is
+    ahead of every new HIGH request: that is why `Fair` is the default.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -118,7 +118,7 @@ class Aging:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return waiting.priority < running.priority and self.urgency(waiting, now_ns) < running.urgency
 
-    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
+    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
         return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
@@ -148,7 +148,7 @@ class Fcfs:
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
         return False
 
-    def num_slots_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
+    def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:  # noqa: ARG002
         return 0
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:

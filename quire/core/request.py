@@ -37,8 +37,8 @@ TIERS = tuple(Priority)  # most urgent first; a loop over the class itself is sl
 
 class RequestState(Enum):
     NEW = "new"
-    WAITING = "waiting"  # holds no slot and no block
-    RUNNING = "running"  # holds a slot and a block table
+    WAITING = "waiting"  # holds no place and no block
+    RUNNING = "running"  # holds a place and a block table
     FINISHED = "finished"
 
 
@@ -184,6 +184,7 @@ class Request:
 
     __slots__ = (
         "arrived_ns",
+        "batch_index",
         "block_table",
         "cache_explanation",
         "chain",
@@ -208,7 +209,6 @@ class Request:
         "salt",
         "sampling",
         "sequence",
-        "slot",
         "state",
         "stop_ids",
         "tenant",
@@ -262,7 +262,7 @@ class Request:
 
         self.chain: TokenChain | None = None  # names of this request's blocks in the prefix tree
         self.token_limit = 0  # prompt and answer together
-        self.slot: int | None = None
+        self.batch_index: int | None = None
         self.block_table: list[int] = []  # append-only while held, replaced (never cleared) on release
         self.num_computed = 0
         self.num_planned = 0
@@ -310,7 +310,8 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"<Request {self.request_id} {self.state.value} {self.priority.name} epoch={self.epoch} slot={self.slot}"
-            f" computed={self.num_computed} planned={self.num_planned} tokens={len(self.tokens)}+{self.num_in_flight}"
+            f"<Request {self.request_id} {self.state.value} {self.priority.name} epoch={self.epoch}"
+            f" batch_index={self.batch_index} computed={self.num_computed} planned={self.num_planned}"
+            f" tokens={len(self.tokens)}+{self.num_in_flight}"
             f" blocks={self.block_table}>"
         )

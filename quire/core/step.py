@@ -17,8 +17,8 @@ class SeqSlice(NamedTuple):
 
     request_id: int
     epoch: int  # a result that comes back for an old epoch is dropped
-    slot: int  # row in [0, max_num_seqs), held from admission to release
-    tokens: Sequence[int]  # to compute now; empty means "your own last sample for this slot"
+    batch_index: int  # row in [0, max_num_seqs), held from admission to release
+    tokens: Sequence[int]  # to compute now; empty means "your own last sample for this place"
     start: int  # KV of [0, start) is in the blocks already
     length: int  # how many tokens this slice computes, at least 1
     block_table: Sequence[int]  # append-only, by reference; covers [0, start + length) and maybe more
@@ -38,7 +38,7 @@ class StepPlan(NamedTuple):
 
     slices: tuple[SeqSlice, ...]
     copies: tuple[BlockCopy, ...]  # done before the forward pass
-    released: tuple[int, ...]  # slots given up since the last plan
+    released: tuple[int, ...]  # places given up since the last plan
 
     @property
     def is_empty(self) -> bool:

@@ -157,7 +157,7 @@ class Engine:
             error = self._try(plan, lambda: self.runner.forward(plan))
         outputs += [self._fail(request_id, why) for request_id, why in masks.failures.items()]
         if error is None:
-            error = self._try(plan, lambda: self.runner.sample(masks.by_slot))
+            error = self._try(plan, lambda: self.runner.sample(masks.by_batch_index))
         launched = _InFlight(plan, error)
         if self.capacity.has_overlap:
             self._in_flight = launched

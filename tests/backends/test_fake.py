@@ -15,11 +15,17 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def piece(
-    tokens: list[int], start: int, table: list[int], history: list[int], *, slot: int = 0, length: int | None = None
+    tokens: list[int],
+    start: int,
+    table: list[int],
+    history: list[int],
+    *,
+    batch_index: int = 0,
+    length: int | None = None,
 ) -> SeqSlice:
     length = len(tokens) if length is None else length
     wants_token = start + length >= len(history)
-    return SeqSlice(1, 0, slot, tokens, start, length, table, history, wants_token, GREEDY, len(history))
+    return SeqSlice(1, 0, batch_index, tokens, start, length, table, history, wants_token, GREEDY, len(history))
 
 
 def plan(*slices: SeqSlice, copies: tuple[BlockCopy, ...] = (), released: tuple[int, ...] = ()) -> StepPlan:
@@ -106,10 +112,10 @@ def test_masks_forbid_tokens() -> None:
         (plan(piece([1], 0, [10], [1])), "does not cover"),
         (plan(piece([1, 2], 0, [1], [1, 2], length=1)), "does not say what to compute"),
         (plan(piece([], 0, [1], [1], length=2)), "does not say what to compute"),
-        (plan(piece([1], 0, [1], [1], slot=4)), "out of range"),
+        (plan(piece([1], 0, [1], [1], batch_index=4)), "out of range"),
         (plan(piece([1], 0, [1], [1]), piece([1], 0, [2], [1])), "used twice"),
-        (plan(piece([1], 0, [1], [1]), piece([1], 0, [1], [1], slot=1)), "two slices write"),
-        (plan(piece([1], 0, [1], [1]), piece([9], 4, [1, 2], [1] * 5, slot=1)), "written by one slice and read"),
+        (plan(piece([1], 0, [1], [1]), piece([1], 0, [1], [1], batch_index=1)), "two slices write"),
+        (plan(piece([1], 0, [1], [1]), piece([9], 4, [1, 2], [1] * 5, batch_index=1)), "written by one slice and read"),
         (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(1, 2),)), "written by one slice and read"),
         (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 3), BlockCopy(3, 4))), "depend on their order"),
         (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 4), BlockCopy(3, 4))), "depend on their order"),
@@ -138,7 +144,7 @@ def test_logprobs_are_reported_where_they_are_asked_for() -> None:
     runner = FakeRunner(CAPACITY)
     prompt = [5, 6, 7, 8, 9, 10]
     asking = piece(prompt[:4], 0, [1, 2], prompt)._replace(sampling=SamplingParams(logprobs=2, prompt_logprobs=1))
-    runner.forward(plan(asking, piece([3], 0, [3], [3], slot=1)))
+    runner.forward(plan(asking, piece([3], 0, [3], [3], batch_index=1)))
     runner.sample(None)
     result = runner.collect()
     assert dict(result.logprobs) == {}  # the one who asks has no token yet, the other does not ask

@@ -172,7 +172,7 @@ def forget_pin(scheduler: Scheduler) -> None:
 
 def double_slot(scheduler: Scheduler) -> None:
     first, *_, last = scheduler.running.requests
-    last.slot = first.slot
+    last.batch_index = first.batch_index
 
 
 VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
@@ -206,9 +206,9 @@ VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "table that is too short": set_running("block_table", []),
     "published too much": set_running("num_published", 10**6),
     "samples in flight": set_running("num_in_flight", 2),
-    "slot": double_slot,
+    "batch_index": double_slot,
     "order of running requests": set_running("urgency", -(10**9)),
-    "waiting request with a slot": set_waiting("slot", 1),
+    "waiting request with a place": set_waiting("batch_index", 1),
     "waiting request with blocks": set_waiting("block_table", [5]),
     "tokens of those who wait": miscount("waiting.num_tokens"),
     "request that is gone": forget_request,
@@ -262,12 +262,12 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     touched: set[int] = set()
     block_id = KVCacheBlock.__dict__["block_id"]
 
-    def watch(slot: Any) -> property:
+    def watch(batch_index: Any) -> property:
         def read(block: KVCacheBlock) -> Any:
             touched.add(block_id.__get__(block))
-            return slot.__get__(block)
+            return batch_index.__get__(block)
 
-        return property(read, slot.__set__)
+        return property(read, batch_index.__set__)
 
     for name in KVCacheBlock.__slots__:
         monkeypatch.setattr(KVCacheBlock, name, watch(KVCacheBlock.__dict__[name]))

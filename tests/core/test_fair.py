@@ -102,7 +102,7 @@ def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> No
 
 
 def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting() -> None:
-    """NORMAL holds all slots. LOW is owed one and may not preempt; HIGH may, and takes no slot that becomes free."""
+    """NORMAL holds all places. LOW is owed one and may not preempt; HIGH may, and takes no place that becomes free."""
     fair = Fair()
     rig = Rig(max_num_seqs=4, num_blocks=400, policy=fair)
     for request_id in range(4):
@@ -115,7 +115,7 @@ def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting
         rig.step()
     rig.add(30, [30] * 3, priority=HIGH, max_tokens=1)
     assert 30 in rows(rig)
-    assert 10 in rows(rig)  # and the slot that HIGH leaves is LOW's
+    assert 10 in rows(rig)  # and the place that HIGH leaves is LOW's
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
@@ -293,7 +293,7 @@ def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
     ("arguments", "message"),
     [
         (("lifo",), "policy = 'lifo' is not one of fair, aging, fcfs"),
-        (("fair", 3.0), "patience_s = 3.0 means something only under the policy aging"),
+        (("fair", 3.0), "patience = 3.0 means something only under the policy aging"),
         (("fcfs", None, 0.2), "normal_share = 0.2 means something only under the policy fair"),
         (("aging", None, None, 0.2), "low_share = 0.2 means something only under the policy fair"),
         (("fair", None, 2.0), "normal_share = 2.0 is not a number above 0 and below 1"),

@@ -70,9 +70,9 @@ def test_slots_are_rows_held_from_admission_to_release() -> None:
     rig.add(2, [2], max_tokens=3)
     rig.add(3, [3], max_tokens=3)
     first = rig.step()
-    assert [(piece.request_id, piece.slot) for piece in first.slices] == [(1, 0), (2, 1)]
+    assert [(piece.request_id, piece.batch_index) for piece in first.slices] == [(1, 0), (2, 1)]
     second = rig.step()
-    assert [(piece.request_id, piece.slot) for piece in second.slices] == [(2, 1), (3, 0)]
+    assert [(piece.request_id, piece.batch_index) for piece in second.slices] == [(2, 1), (3, 0)]
     assert second.released == (0,)
 
 
@@ -139,7 +139,7 @@ def test_a_late_result_is_not_given_to_the_slots_new_owner() -> None:
     rig.scheduler.cancel(1)
     second = rig.add(2, range(50, 55), max_tokens=3)
     plan = rig.launch()
-    assert plan.slices[0].slot == first.slices[0].slot
+    assert plan.slices[0].batch_index == first.slices[0].batch_index
     assert rig.land(first) == []
     assert [update.request_id for update in rig.land(plan)] == [2]
     rig.run()
@@ -294,7 +294,7 @@ def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
     assert probe.state is RequestState.NEW
 
 
-# When memory or slots run out
+# When memory or places run out
 
 
 def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -> None:

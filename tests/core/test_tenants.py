@@ -36,7 +36,7 @@ def test_an_idle_tenant_starts_at_the_floor_and_gets_no_credit_for_the_past() ->
 
 def test_a_step_in_which_everyone_has_what_it_wants_makes_all_tenants_equal() -> None:
     clock = TenantClock()
-    for _ in range(1_000):  # ten streams beside two, with slots to spare
+    for _ in range(1_000):  # ten streams beside two, with places to spare
         clock.charge("many", 10)
         clock.charge("one", 2)
         clock.end_step(is_short=False)

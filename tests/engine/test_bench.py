@@ -282,6 +282,6 @@ def test_decoding_beside_low_is_compared_with_decoding_alone() -> None:
 def test_the_backlog_outlasts_the_phase() -> None:
     config = BenchConfig(seconds=30.0, max_num_seqs=4, output_tokens=64)
     assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
-    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # twice the slots, at least
+    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # twice the batch indices, at least
     assert backlog_size(replace(config, max_num_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
     assert backlog_size(replace(config, max_num_seqs=4000), []) == 8000

@@ -278,7 +278,7 @@ def test_masks_of_many_rows_come_from_several_threads() -> None:
     plan = engine.scheduler.schedule(0)
     masking.begin(plan)
     for masks in (masking.finish(), masking.compute(plan)):
-        assert sorted(masks.by_slot) == list(range(8))
+        assert sorted(masks.by_batch_index) == list(range(8))
         assert not masks.failures
     masking.close()
 
@@ -291,7 +291,7 @@ def test_one_thread_for_those_that_take_turns(monkeypatch: pytest.MonkeyPatch) -
         engine.add(number, [1, number], SamplingParams(max_tokens=3))
         toy.family = "odd" if number % 2 else f"even {number % 4}"
         masking.add(number, toy)
-    assert len(masking.compute(engine.scheduler.schedule(0)).by_slot) == len(toys)
+    assert len(masking.compute(engine.scheduler.schedule(0)).by_batch_index) == len(toys)
     masking.close()
     for family in ("odd", "even 0", "even 2"):
         rows = [toy for toy in toys.values() if toy.family == family]

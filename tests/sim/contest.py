@@ -61,7 +61,7 @@ class Contest:
         )
         self.drain_tokens = (
             self.max_num_seqs * longest + self.max_num_batched_tokens
-        )  # until a slot and its blocks are free
+        )  # until a place and its blocks are free
         self.served: Counter[Priority] = Counter()
         self.served_tenants: Counter[tuple[Priority, str]] = Counter()
         self.arrivals: dict[int, Arrival] = {}  # of requests that have not started

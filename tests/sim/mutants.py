@@ -62,7 +62,7 @@ MUTANTS = (
         "leak on cancel",
         "core/scheduler.py",
         "        if request.state is RequestState.RUNNING:\n",
-        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self._running.requests.remove(request)\n            self._running._free_slots.append(request.slot)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
+        "        if request.state is RequestState.RUNNING and reason is FinishReason.CANCELLED:\n            self._running.requests.remove(request)\n            self._running._free_batch_indices.append(request.batch_index)\n            request.epoch += 1\n        elif request.state is RequestState.RUNNING:\n",
     ),
     _mutant(
         "age lost on re-queue",
@@ -100,12 +100,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "old result goes to the slot's new owner",
+        "old result goes to the batch_index's new owner",
         (
             Edit(
                 "core/scheduler.py",
                 "            request = requests.get(piece.request_id)\n",
-                "            request = next((r for r in self._running if r.slot == piece.slot), None)\n",
+                "            request = next((r for r in self._running if r.batch_index == piece.batch_index), None)\n",
             ),
             Edit("core/scheduler.py", "request is None or request.epoch != piece.epoch:", "request is None:"),
         ),
@@ -387,7 +387,7 @@ MUTANTS = (
         "        if num_wanted <= 0:\n            return True\n",
         "        if num_wanted <= 0 or (num_wanted > 1 and step.allotted.get(request.request_id, 1) == 1):\n            return True\n",
     ),
-    _mutant("released slots never told", "core/running.py", "return tuple(released)", "return ()"),
+    _mutant("released batch_indices never told", "core/running.py", "return tuple(released)", "return ()"),
     _mutant(
         "fork waits for the first chunk only",
         "core/admission.py",
@@ -463,7 +463,7 @@ MUTANTS = (
         "return self._by_key.first()",
     ),
     _mutant(
-        "no slot left for prefix waiters",
+        "no batch_index left for prefix waiters",
         "core/admission.py",
         "        if not is_entitled:\n",
         "        if False:\n",

@@ -58,7 +58,7 @@ def test_high_starts_within_two_steps_beside_saturated_normal_and_low() -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
         if contest.max_num_seqs < 2:
-            continue  # the one slot may be LOW's, for as long as it is owed
+            continue  # the one place may be LOW's, for as long as it is owed
         for number in range(400):
             if number % 31 == 30:
                 contest.add(Load(HIGH))
@@ -112,4 +112,4 @@ def test_a_thousand_requests_of_one_tenant_do_not_delay_the_first_of_another() -
                 contest.add(Load(NORMAL, "person"))
             contest.step()
         (person,) = [one for one in contest.started if one.request.tenant == "person"]
-        assert person.total <= contest.drain_tokens, f"seed {seed}"  # the next slot that is free is its own
+        assert person.total <= contest.drain_tokens, f"seed {seed}"  # the next place that is free is its own

@@ -166,7 +166,7 @@ class World:
         self._started: dict[int, int] = {}  # admitted in the present plan -> tokens found in the cache
         self._admitted: set[int] = set()  # in the present plan
         self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
-        self._slots: dict[int, tuple[int, int]] = {}  # slot -> request and epoch last seen in it
+        self._slots: dict[int, tuple[int, int]] = {}  # place -> request and epoch last seen in it
         self._has_preempted = False  # in the present plan
         self._first_high: Request | None = None  # the first of its tier when the present plan was begun
         self._owed: set[Priority] = set()  # tiers owed service when the present plan was begun
@@ -683,14 +683,14 @@ class World:
         planned = {piece.request_id: piece for piece in plan.slices}
         self._require(len(planned) == len(plan.slices), "a request stands twice in a plan")
         self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
-        for slot in plan.released:
-            self._slots.pop(slot, None)
+        for batch_index in plan.released:
+            self._slots.pop(batch_index, None)
         for piece in plan.slices:
             self._require(piece.length <= setup.max_chunk_tokens, "a chunk is too long")
             book = self.books[piece.request_id]
             owner = (piece.request_id, piece.epoch)
-            last_owner = self._slots.setdefault(piece.slot, owner)
-            self._require(last_owner == owner, "a slot has a new owner, and the runner was not told of its release")
+            last_owner = self._slots.setdefault(piece.batch_index, owner)
+            self._require(last_owner == owner, "a place has a new owner, and the runner was not told of its release")
             if piece.sampling.prompt_logprobs is not None and piece.request_id in self._admitted:
                 self._require(piece.start == 0, "prompt logprobs were asked for, and positions were skipped")
             if piece.request_id in self._started:
@@ -772,7 +772,7 @@ class World:
         may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_num_seqs)]
         # What is free may be kept for a tier that is owed.
         is_kept = bool(self._owed & {book.request.priority for book in self._ready()})
-        has_slot = bool(may_lose) or (scheduler.running.num_free_slots > num_kept and not is_kept)
+        has_free_seq = bool(may_lose) or (scheduler.running.num_free_seqs > num_kept and not is_kept)
         num_needed = -(-len(request.tokens) // self.setup.block_size)
         num_steps = len(request.tokens) // self.setup.max_chunk_tokens
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
@@ -780,7 +780,7 @@ class World:
         num_held = sum(len(victim.block_table) for victim in victims)
         num_freed = num_held // 2  # what victims share frees nothing
         has_memory = cache.pool.num_free + num_freed >= num_needed + spare
-        is_wronged = has_slot and has_memory and not is_budget_used and not self._has_preempted
+        is_wronged = has_free_seq and has_memory and not is_budget_used and not self._has_preempted
         self.counts["HIGH waits"] += 1
         if is_wronged:
             raise WorldFailure(f"{request!r} waits, though it fits: {fair.ledger.credits}")

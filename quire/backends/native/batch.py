@@ -38,7 +38,7 @@ class Batch:
 
 
 def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) -> Batch:
-    """`last_samples` is indexed by slot. Whole numbers of any size are checked, then handed over in 32 bits.
+    """`last_samples` is indexed by batch index. Whole numbers of any size are checked, then handed over in 32 bits.
 
     Lists, because one stream's batches are so small that calls into numpy would take longer than the work.
     """
@@ -49,10 +49,10 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
         _refuse(
             length=piece.length < 1 or piece.length != (len(piece.tokens) or 1),
             start=piece.start < 0 or piece.start + piece.length > limits.max_model_len,
-            slot=not 0 <= piece.slot < len(last_samples),
+            batch_index=not 0 <= piece.batch_index < len(last_samples),
         )
         end = piece.start + piece.length
-        tokens.extend(piece.tokens or (int(last_samples[piece.slot]),))
+        tokens.extend(piece.tokens or (int(last_samples[piece.batch_index]),))
         positions.extend(range(piece.start, end))
         first_rows.append(len(tokens))
         widths.append(-(-end // limits.block_size))

@@ -79,8 +79,8 @@ class NativeRunner:
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:
             raise InvariantViolation("forward before the last step was sampled")
-        for slot in plan.released:
-            self._penalties.release(slot)
+        for batch_index in plan.released:
+            self._penalties.release(batch_index)
         batch = build_batch(plan.slices, self._last_samples, self.model.limits)
         self.model.copy_blocks(plan.copies)
         hidden = None
@@ -100,7 +100,7 @@ class NativeRunner:
             pieces = [forwarded.slices[index] for index in forwarded.batch.sampled]
             last_tokens = forwarded.batch.tokens[forwarded.batch.last_rows[list(forwarded.batch.sampled)]]
             sampled = self._sampler.sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
-            self._last_samples[[piece.slot for piece in pieces]] = sampled.tokens
+            self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
         self._steps.append(_Step(forwarded, sampled))
 
     def collect(self) -> StepResult:

@@ -67,14 +67,14 @@ class Sampled:
 
 
 class Penalties:
-    """What each slot's request has said so far, counted once, kept up token by token."""
+    """What each batch index's request has said so far, counted once, kept up token by token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._counts: dict[int, _Counts] = {}
 
-    def release(self, slot: int) -> None:
-        self._counts.pop(slot, None)
+    def release(self, batch_index: int) -> None:
+        self._counts.pop(batch_index, None)
 
     def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
         """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
@@ -92,10 +92,10 @@ class Penalties:
             logits[index, seen] = picked
 
     def _count(self, piece: SeqSlice, last_token: int) -> _Counts:
-        counts = self._counts.get(piece.slot)
+        counts = self._counts.get(piece.batch_index)
         if counts is None or counts.owner != (piece.request_id, piece.epoch):
             said, seen = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
-            counts = self._counts[piece.slot] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
         end = piece.start + piece.length
         known = piece.history[counts.num_counted : end]
         if known:
@@ -182,7 +182,7 @@ class NativeSampler:
         num_rows, vocab_size = logits.shape
         choices = np.array([_choice(piece, vocab_size) for piece in rows], _CHOICE)
         tokens, (is_sound, was_sound) = np.empty(num_rows, np.int32), np.empty((2, num_rows), np.bool_)
-        found = [masks.get(piece.slot) for piece in rows]
+        found = [masks.get(piece.batch_index) for piece in rows]
         if any(mask is not None and len(mask) != -(-vocab_size // 8) for mask in found):
             raise InvariantViolation(f"masks of {[mask and len(mask) for mask in found]} bytes for {vocab_size = }")
         masked = (ctypes.c_char_p * num_rows)(*found)

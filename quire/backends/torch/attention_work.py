@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
     first_row: int
     length: int
     start: int  # position of the first row
-    slot: int
+    batch_index: int
 
 
 class Work(NamedTuple):
@@ -76,26 +76,26 @@ def order_decodes(first_blocks: Ints) -> NDArray[np.int64] | None:
     return order if bool((ordered[1:] == ordered[:-1]).any()) else None
 
 
-def find_siblings(tables: Ints, slots: Ints, starts: Ints, block_size: int) -> list[Siblings]:
+def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: int) -> list[Siblings]:
     """Among decodes in the order of `order_decodes`: who reads a head together. `starts` are positions of the rows."""
-    first_blocks = tables[slots, 0]
+    first_blocks = tables[batch_indices, 0]
     bounds = np.flatnonzero(np.diff(first_blocks)) + 1
-    edges = [0, *bounds.tolist(), len(slots)]
+    edges = [0, *bounds.tolist(), len(batch_indices)]
     found = []
     for first, last in itertools.pairwise(edges):
         if last - first < MIN_SIBLINGS:
             continue
         width = int(starts[first:last].min()) // block_size  # full blocks below everyone's own position
-        shared = _num_common(tables, slots[first:last], width) * block_size
+        shared = _num_common(tables, batch_indices[first:last], width) * block_size
         if shared >= MIN_SHARED:
             found.append(Siblings(first, last, shared))
     return found
 
 
-def _num_common(tables: Ints, slots: Ints, width: int) -> int:
+def _num_common(tables: Ints, batch_indices: Ints, width: int) -> int:
     """How many leading blocks all have, found piece by piece: most differ early."""
     for first in range(0, width, PIECE):
-        rows = tables[slots, first : min(first + PIECE, width)]
+        rows = tables[batch_indices, first : min(first + PIECE, width)]
         is_same = (rows == rows[0]).all(0)
         if not is_same.all():
             return first + int(is_same.argmin())
@@ -103,18 +103,23 @@ def _num_common(tables: Ints, slots: Ints, width: int) -> int:
 
 
 def plan_work(
-    starts: Ints, slots: Ints, siblings: Sequence[Siblings], prompts: Sequence[Prompt], num_rows: int, sizes: Sizes
+    starts: Ints,
+    batch_indices: Ints,
+    siblings: Sequence[Siblings],
+    prompts: Sequence[Prompt],
+    num_rows: int,
+    sizes: Sizes,
 ) -> Work:
     """Decodes at rows [0, len(starts)), at these positions; then the prompts. `num_rows` is all of them."""
     if not siblings and not prompts:
-        return _plan_decodes(starts, slots, sizes)
+        return _plan_decodes(starts, batch_indices, sizes)
     num_decodes = len(starts)
     shared = np.zeros(num_decodes, np.int32)
     for group in siblings:
         shared[group.first : group.last] = group.shared
     own = starts + 1 - shared
     chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
-    tiles = _tiles(siblings, prompts, slots, sizes.rows_per_item)
+    tiles = _tiles(siblings, prompts, batch_indices, sizes.rows_per_item)
     wide_chunk = _chunk(int(tiles[:, 4].sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
     while True:  # few parts: longer pieces, until what waits to be merged fits
         num_chunks = -(-own // chunk)
@@ -128,7 +133,9 @@ def plan_work(
             break
         chunk, wide_chunk = 2 * chunk, 2 * wide_chunk
     narrow = _cut(
-        np.stack([np.arange(num_decodes, dtype=np.int32), np.ones_like(slots), slots, shared, starts + 1], 1),
+        np.stack(
+            [np.arange(num_decodes, dtype=np.int32), np.ones_like(batch_indices), batch_indices, shared, starts + 1], 1
+        ),
         num_chunks,
         counts[:num_decodes] - num_chunks,
     )
@@ -136,7 +143,7 @@ def plan_work(
     return Work(narrow, wide, first_parts)
 
 
-def _plan_decodes(starts: Ints, slots: Ints, sizes: Sizes) -> Work:
+def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes) -> Work:
     """The same for nothing but decodes on their own, which most steps are."""
     num_keys = starts + 1
     chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
@@ -145,10 +152,10 @@ def _plan_decodes(starts: Ints, slots: Ints, sizes: Sizes) -> Work:
         chunk *= 2
         num_chunks = -(-num_keys // chunk)
     rows = np.zeros((len(starts), 5), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, slots, num_keys
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = np.arange(len(starts)), 1, batch_indices, num_keys
     first_parts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(np.where(num_chunks > 1, num_chunks, 0), out=first_parts[1:])
-    return Work(_cut(rows, num_chunks, np.zeros_like(slots)), NO_ITEMS, first_parts)
+    return Work(_cut(rows, num_chunks, np.zeros_like(batch_indices)), NO_ITEMS, first_parts)
 
 
 def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
@@ -163,19 +170,19 @@ def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
     return max(-(-chunk // MIN_CHUNK) * MIN_CHUNK, MIN_CHUNK)
 
 
-def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], slots: Ints, rows_per_item: int) -> Ints:
-    """Groups of rows and all the keys they see: [tiles, first row, rows, slot, first key, last key + 1]."""
+def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indices: Ints, rows_per_item: int) -> Ints:
+    """Groups of rows and all the keys they see: [tiles, first row, rows, batch index, first key, last key + 1]."""
     tiles: list[tuple[int, int, int, int, int]] = []
     for group in siblings:
-        slot = int(slots[group.first])
+        batch_index = int(batch_indices[group.first])
         tiles += [
-            (row, min(rows_per_item, group.last - row), slot, 0, group.shared)
+            (row, min(rows_per_item, group.last - row), batch_index, 0, group.shared)
             for row in range(group.first, group.last, rows_per_item)
         ]
     for prompt in prompts:
         for offset in range(0, prompt.length, rows_per_item):
             num_rows = min(rows_per_item, prompt.length - offset)
-            tiles.append((prompt.first_row + offset, num_rows, prompt.slot, 0, prompt.start + offset + num_rows))
+            tiles.append((prompt.first_row + offset, num_rows, prompt.batch_index, 0, prompt.start + offset + num_rows))
     return np.array(tiles, np.int32).reshape(-1, 5)
 
 

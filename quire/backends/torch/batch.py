@@ -40,7 +40,7 @@ class Batch:
 
 
 def build_batch(slices: Sequence[SeqSlice], store: KVStore, windows: Sequence[int], last_samples: Tensor) -> Batch:
-    """Decodes first, contexts of similar length side by side; then the prompts. `last_samples` is indexed by slot."""
+    """Decodes first, contexts of similar length together; then the prompts. Indexes `last_samples` by batch index."""
     order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], store.block_size))
     ordered = tuple(slices[index] for index in order)
     num_decodes = sum(piece.length == 1 for piece in ordered)
@@ -138,10 +138,10 @@ class _Builder:
         for piece in ordered:
             known += piece.tokens or (0,)
         tokens = torch.tensor(known, device=self._device)
-        unknown = [(row, piece.slot) for row, piece in zip(last_rows, ordered, strict=True) if not piece.tokens]
+        unknown = [(row, piece.batch_index) for row, piece in zip(last_rows, ordered, strict=True) if not piece.tokens]
         if unknown:
-            rows, slots = torch.tensor(unknown, device=self._device).unbind(1)
-            tokens[rows] = last_samples[slots]
+            rows, batch_indices = torch.tensor(unknown, device=self._device).unbind(1)
+            tokens[rows] = last_samples[batch_indices]
         return tokens
 
     def _mask(self, queries: Tensor, num_keys: int, window: int) -> Tensor:

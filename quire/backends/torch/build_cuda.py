@@ -120,9 +120,9 @@ def measure_step(
     for start, count in ((0, length), (length - 1, 1)):  # a prompt each, and its last token again: a decode
         slices = tuple(
             SeqSlice(
-                request_id=slot,
+                request_id=batch_index,
                 epoch=0,
-                slot=slot,
+                batch_index=batch_index,
                 tokens=tokens[:count],
                 start=start,
                 length=count,
@@ -132,7 +132,7 @@ def measure_step(
                 sampling=SamplingParams(temperature=1.0, max_tokens=1),
                 num_prompt_tokens=length,
             )
-            for slot in range(max_num_seqs)
+            for batch_index in range(max_num_seqs)
         )
         runner.forward(StepPlan(slices, (), ()))
         runner.sample(None)

@@ -1,7 +1,7 @@
 """Runs step plans on a GPU: inputs go down in one copy, a pass runs in our own kernels or as a CUDA graph, results come
 back in one copy. In the ordinary way only `collect` waits for the device, so the host plans the next step meanwhile.
 
-The last sampled token of every slot stays on the device, where the next step finds it.
+The last sampled token of every batch index stays on the device, where the next step finds it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Pass:
 @dataclass(frozen=True, slots=True)
 class _Sampled:
     params: Tensor  # [S, NUM_PARAMS] fp32
-    slots: Tensor  # [S] int32
+    batch_indices: Tensor  # [S] int32
     last_tokens: Tensor  # [S] int32
 
 
@@ -213,7 +213,7 @@ class CudaRunner:
         pieces[1][:] = step.last_rows
         pieces[2][:] = step.last_rows[list(places)]
         rows = [step.slices[place] for place in places]
-        pieces[3][:] = [piece.slot for piece in rows]
+        pieces[3][:] = [piece.batch_index for piece in rows]
         wishes = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
         device = self._target(total, graph)
         self._staging.send(total, device)
@@ -269,7 +269,7 @@ class CudaRunner:
 
     def _last_tokens(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         tokens = inputs.tokens[rows]
-        return torch.where(tokens < 0, self._state.last_samples[inputs.slots[rows]], tokens)
+        return torch.where(tokens < 0, self._state.last_samples[inputs.batch_indices[rows]], tokens)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Logprobs]]:
         """The prompt tokens that follow a slice's positions: the logits of one position are about the next."""
@@ -314,7 +314,7 @@ class CudaRunner:
                 rows,
                 one.wishes,
                 one.sampled.params,
-                one.sampled.slots,
+                one.sampled.batch_indices,
                 one.sampled.last_tokens,
                 self._state.last_samples,
                 masks,

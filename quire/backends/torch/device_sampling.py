@@ -95,9 +95,9 @@ class DeviceSampler:
         self._no_counts = torch.zeros((1, 1), dtype=torch.int32, device=device)
         self._no_masks = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
 
-    def release(self, slots: Sequence[int]) -> None:
-        self._counts.release(slots)
-        self._edits.release(slots)
+    def release(self, batch_indices: Sequence[int]) -> None:
+        self._counts.release(batch_indices)
+        self._edits.release(batch_indices)
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Compile the kernels for one more kind of request, before one comes. False: there is none left."""
@@ -119,25 +119,25 @@ class DeviceSampler:
         rows: Sequence[SeqSlice],
         wishes: Wishes,
         params: Tensor,
-        slots: Tensor,
+        batch_indices: Tensor,
         last_tokens: Tensor,
         last_samples: Tensor,
         masks: TokenMasks | None,
         out: Tensor,
     ) -> Logprobs | None:
-        """Enqueue: tokens to out[0, :S] and last_samples[slots], flags to out[1, :S] (1: broken, 2: blocked).
+        """Enqueue: tokens to out[0, :S] and last_samples[batch_indices], flags to out[1, :S] (1: broken, 2: blocked).
 
-        logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, slots [S], last_tokens [S]
-        (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32: all on the device.
-        Logprobs are on their way to the host, and may be read once the device has come past this point.
+        logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, batch_indices [S],
+        last_tokens [S] (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32:
+        all on the device. Logprobs are on their way to the host, and may be read once the device has come past this point.
         """
         masks = masks or {}
-        masked = [row for row, piece in enumerate(rows) if piece.slot in masks] if masks else []
+        masked = [row for row, piece in enumerate(rows) if piece.batch_index in masks] if masks else []
         changed = tuple(sorted({*wishes.changed, *masked})) if wishes.changed else masked
         num_floored = len(wishes.floored)
         num_changed_floored = len(set(wishes.floored).intersection(changed)) if changed else 0
         choose(
-            logits, self._all_rows, params, slots, last_samples, out, self._scratch,
+            logits, self._all_rows, params, batch_indices, last_samples, out, self._scratch,
             has_floor=num_floored > num_changed_floored, is_changed=False,
         )  # fmt: skip
         if changed:
@@ -146,7 +146,7 @@ class DeviceSampler:
             else:
                 where, altered = self._mask(logits, rows, masked, masks)
             choose(
-                altered, where, params, slots, last_samples, out, self._scratch,
+                altered, where, params, batch_indices, last_samples, out, self._scratch,
                 has_floor=num_changed_floored > 0, is_changed=True,
             )  # fmt: skip
         if not wishes.reported:
@@ -161,7 +161,7 @@ class DeviceSampler:
     ) -> tuple[Tensor, Tensor]:
         """As `_change`, where masks are all there is: every step of many answers by a grammar takes this way."""
         count = len(masked)
-        where, slots, mask_rows, penalties = _send(
+        where, batch_indices, mask_rows, penalties = _send(
             (
                 np.array(masked, np.int32),
                 np.full(count, -1, np.int32),
@@ -171,7 +171,7 @@ class DeviceSampler:
             self._device,
         )
         sent = self._send_masks([rows[row] for row in masked], masks)
-        return where, change(logits, where, self._no_counts, slots, penalties, sent, mask_rows)
+        return where, change(logits, where, self._no_counts, batch_indices, penalties, sent, mask_rows)
 
     def _change(
         self,
@@ -183,10 +183,10 @@ class DeviceSampler:
     ) -> tuple[Tensor, Tensor]:
         """Which rows [R], and their logits [R, V] after penalties, bias and forbidden tokens, in fp32."""
         pieces = [rows[row] for row in changed]
-        counted = [piece.slot if is_penalised(piece) else -1 for piece in pieces]
+        counted = [piece.batch_index if is_penalised(piece) else -1 for piece in pieces]
         news = self._counts.catch_up([(row, rows[row]) for row in changed if is_penalised(rows[row])])
         edits = self._edits.join(pieces)
-        where, slots, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
+        where, batch_indices, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
             (
                 np.array(changed, np.int32),
                 np.array(counted, np.int32),
@@ -198,14 +198,14 @@ class DeviceSampler:
             self._device,
         )
         counts = self._counts.update(resets, entries, last_tokens) if max(counted) >= 0 else self._no_counts
-        altered = change(logits, where, counts, slots, penalties, self._send_masks(pieces, masks), mask_rows)
+        altered = change(logits, where, counts, batch_indices, penalties, self._send_masks(pieces, masks), mask_rows)
         if len(edits[0]):
             edit(altered, places, tokens, values)
         return where, altered
 
     def _send_masks(self, pieces: Sequence[SeqSlice], masks: TokenMasks) -> Tensor:
         """[masks, bytes], in the order of the rows that have one."""
-        found = [masks[piece.slot] for piece in pieces if piece.slot in masks]
+        found = [masks[piece.batch_index] for piece in pieces if piece.batch_index in masks]
         if not found:
             return self._no_masks
         num_bytes = self._no_masks.shape[1]
@@ -216,45 +216,45 @@ class DeviceSampler:
 
 
 class _News(NamedTuple):
-    """What the counts on the device have to learn: slots to begin anew, then tokens to count, side by side."""
+    """What the counts on the device have to learn: batch indices to begin anew, then tokens to count, side by side."""
 
     resets: list[int]
-    slots: list[int]
+    batch_indices: list[int]
     tokens: list[int]  # -1 - row: the last token of that row, which only the device knows
     is_prompt: list[int]
 
 
 class _TokenCounts:
-    """How often each token is in the answer of each slot's request, and whether it is in its prompt."""
+    """How often each token is in the answer of each batch index's request, and whether it is in its prompt."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
         self._counts: Tensor | None = None  # [max_num_seqs, V] int32: not before someone has a penalty
-        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # of each slot: whose tokens, and how many
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # of each batch index: whose tokens, and how many
 
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._counted.pop(slot, None)
+    def release(self, batch_indices: Sequence[int]) -> None:
+        for batch_index in batch_indices:
+            self._counted.pop(batch_index, None)
 
     def catch_up(self, rows: Sequence[tuple[int, SeqSlice]]) -> _News:
         """What is new since these rows were last here."""
         news = _News([], [], [], [])
         for row, piece in rows:
             owner = (piece.request_id, piece.epoch)
-            last_owner, num_counted = self._counted.get(piece.slot, (None, 0))
+            last_owner, num_counted = self._counted.get(piece.batch_index, (None, 0))
             if last_owner != owner:
-                news.resets.append(piece.slot)
+                news.resets.append(piece.batch_index)
                 num_counted = 0
             end = piece.start + piece.length
             tokens = list(piece.history[num_counted:end])
             if num_counted + len(tokens) < end:  # sampled in the step before, not yet told to the scheduler
                 tokens.append(-1 - row)
             num_prompt = min(max(piece.num_prompt_tokens - num_counted, 0), len(tokens))
-            news.slots.extend([piece.slot] * len(tokens))
+            news.batch_indices.extend([piece.batch_index] * len(tokens))
             news.tokens.extend(tokens)
             news.is_prompt.extend([1] * num_prompt + [0] * (len(tokens) - num_prompt))
-            self._counted[piece.slot] = (owner, end)
+            self._counted[piece.batch_index] = (owner, end)
         return news
 
     def update(self, resets: Tensor, entries: Sequence[Tensor], last_tokens: Tensor) -> Tensor:
@@ -263,9 +263,9 @@ class _TokenCounts:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         if resets.shape[0]:
             self._counts.index_fill_(0, resets.long(), 0)
-        slots, tokens, is_prompt = entries
-        if slots.shape[0]:
-            count(self._counts, slots, tokens, is_prompt, last_tokens)
+        batch_indices, tokens, is_prompt = entries
+        if batch_indices.shape[0]:
+            count(self._counts, batch_indices, tokens, is_prompt, last_tokens)
         return self._counts
 
 
@@ -273,11 +273,11 @@ class _Edits:
     """What is to be added to single logits. Those of a request stay the same: made once, joined every step."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[SamplingParams, bool, Ints, Floats]] = {}  # by slot
+        self._known: dict[int, tuple[SamplingParams, bool, Ints, Floats]] = {}  # by batch index
 
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._known.pop(slot, None)
+    def release(self, batch_indices: Sequence[int]) -> None:
+        for batch_index in batch_indices:
+            self._known.pop(batch_index, None)
 
     def join(self, pieces: Sequence[SeqSlice]) -> tuple[Ints, Ints, Floats]:
         """[place in R, token] += value, as three arrays."""
@@ -287,20 +287,20 @@ class _Edits:
 
     def _of(self, piece: SeqSlice) -> tuple[Ints, Floats]:
         params, is_early = piece.sampling, is_short(piece)
-        known = self._known.get(piece.slot)
+        known = self._known.get(piece.batch_index)
         if known is None or known[0] is not params or known[1] != is_early:
             values = dict(params.logit_bias)
             if is_early:
                 values |= dict.fromkeys(params.stop_token_ids, _NEVER)
             arrays = np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
-            known = self._known[piece.slot] = (params, is_early, *arrays)
+            known = self._known[piece.batch_index] = (params, is_early, *arrays)
         return known[2], known[3]
 
 
 def _mask_rows(pieces: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
     """Which of the masks sent belongs to each; -1: none."""
     numbers = itertools.count()
-    return [next(numbers) if piece.slot in masks else -1 for piece in pieces]
+    return [next(numbers) if piece.batch_index in masks else -1 for piece in pieces]
 
 
 def _penalties(piece: SeqSlice) -> tuple[float, float, float]:

@@ -31,8 +31,8 @@ class DeviceState(NamedTuple):
     """What stays on the device from step to step."""
 
     store: KVStore
-    tables: Tensor  # [slots, most blocks] int32
-    last_samples: Tensor  # [slots] int32
+    tables: Tensor  # [batch_indices, most blocks] int32
+    last_samples: Tensor  # [batch_indices] int32
     parts: Parts
     tilings: tuple[Tiling, Tiling]  # of items of one row, and of many
 
@@ -45,7 +45,7 @@ class FusedPass:
         self._is_graph = is_graph  # recorded: products may have kernels of their own, compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
-        return embed(self._inputs.tokens, self._inputs.slots, self._state.last_samples, embedding, scale)
+        return embed(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples, embedding, scale)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return add_norm(x, residual, norm.weight, norm.eps)
@@ -62,7 +62,7 @@ class FusedPass:
         q = rope_store(
             qkv,
             inputs.positions,
-            inputs.slots,
+            inputs.batch_indices,
             state.tables,
             heads.rotary.cosines,
             heads.rotary.sines,

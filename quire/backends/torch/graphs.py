@@ -101,7 +101,7 @@ class DecodeGraphs:
     def _capture(self, kind: Kind) -> DecodeGraph | None:
         layout = self._room(kind.size, kind.is_wide)
         inputs = layout.carve(self.inputs)
-        inputs.slots.fill_(-1)
+        inputs.batch_indices.fill_(-1)
         inputs.narrow.zero_()
         inputs.wide.zero_()
         inputs.first_parts.zero_()

@@ -41,18 +41,23 @@ class Layout(NamedTuple):
         for length in self._lengths():
             pieces.append(flat[at : at + length])
             at += _padded(length)
-        tokens, positions, slots, first_parts, narrow, wide = pieces
+        tokens, positions, batch_indices, first_parts, narrow, wide = pieces
         return StepInputs(
-            tokens, positions, slots, first_parts, narrow.reshape(-1, ITEM_FIELDS), wide.reshape(-1, ITEM_FIELDS)
+            tokens,
+            positions,
+            batch_indices,
+            first_parts,
+            narrow.reshape(-1, ITEM_FIELDS),
+            wide.reshape(-1, ITEM_FIELDS),
         )
 
 
 class StepInputs(NamedTuple):
     """int32, on the host or on the device. T rows."""
 
-    tokens: Any  # [T]; -1: the last sample of its slot
+    tokens: Any  # [T]; -1: the last sample of its batch index
     positions: Any  # [T]
-    slots: Any  # [T]; -1: a row of padding
+    batch_indices: Any  # [T]; -1: a row of padding
     first_parts: Any  # [T + 1]: see `work`
     narrow: Any  # [items, ITEM_FIELDS]
     wide: Any  # [items, ITEM_FIELDS]
@@ -69,7 +74,7 @@ class Step(NamedTuple):
     order: tuple[int, ...]  # which slice of the plan each of them is
     last_rows: Ints  # of each slice
     starts: Ints  # of the decodes: their position
-    slots: Ints
+    batch_indices: Ints
     work: Work
 
     @property
@@ -88,16 +93,16 @@ class Step(NamedTuple):
     def write(self, inputs: StepInputs) -> None:
         """Into arrays that may be longer: what is beyond is padding."""
         count = self.num_decodes
-        inputs.positions[:count], inputs.slots[:count] = self.starts, self.slots
+        inputs.positions[:count], inputs.batch_indices[:count] = self.starts, self.batch_indices
         inputs.tokens[:count] = [piece.tokens[0] if piece.tokens else -1 for piece in self.slices[:count]]
         row = count
         for piece in self.slices[count:]:
             last = row + piece.length
             inputs.tokens[row:last] = piece.tokens
             inputs.positions[row:last] = np.arange(piece.start, piece.start + piece.length)
-            inputs.slots[row:last] = piece.slot
+            inputs.batch_indices[row:last] = piece.batch_index
             row = last
-        inputs.tokens[row:], inputs.positions[row:], inputs.slots[row:] = 0, 0, -1
+        inputs.tokens[row:], inputs.positions[row:], inputs.batch_indices[row:] = 0, 0, -1
         inputs.first_parts[: row + 1], inputs.first_parts[row + 1 :] = self.work.first_parts, self.work.first_parts[-1]
         for items, found in ((inputs.narrow, self.work.narrow), (inputs.wide, self.work.wide)):
             items[: len(found)] = found
@@ -108,29 +113,29 @@ def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> St
     """`tables` must know the slices already."""
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
     starts = np.array([slices[index].start for index in decodes], np.int32)
-    slots = np.array([slices[index].slot for index in decodes], np.int32)
+    batch_indices = np.array([slices[index].batch_index for index in decodes], np.int32)
     siblings = []
-    if len(decodes) > 1 and (order := order_decodes(tables.host[slots, 0])) is not None:
+    if len(decodes) > 1 and (order := order_decodes(tables.host[batch_indices, 0])) is not None:
         decodes = [decodes[place] for place in order.tolist()]
-        starts, slots = starts[order], slots[order]
-        siblings = find_siblings(tables.host, slots, starts, sizes.block_size)
+        starts, batch_indices = starts[order], batch_indices[order]
+        siblings = find_siblings(tables.host, batch_indices, starts, sizes.block_size)
     if len(decodes) == len(slices):
         ordered = tuple(slices[index] for index in decodes)
-        work = plan_work(starts, slots, siblings, (), len(decodes), sizes)
-        return Step(ordered, tuple(decodes), np.arange(len(decodes), dtype=np.int32), starts, slots, work)
+        work = plan_work(starts, batch_indices, siblings, (), len(decodes), sizes)
+        return Step(ordered, tuple(decodes), np.arange(len(decodes), dtype=np.int32), starts, batch_indices, work)
     chosen = decodes + [index for index, piece in enumerate(slices) if piece.length > 1]
     ordered = tuple(slices[index] for index in chosen)
     last_rows = np.cumsum([piece.length for piece in ordered], dtype=np.int32) - 1
     prompts = [
-        Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.slot)
+        Prompt(int(last_rows[place]) + 1 - piece.length, piece.length, piece.start, piece.batch_index)
         for place, piece in enumerate(ordered[len(decodes) :], len(decodes))
     ]
-    work = plan_work(starts, slots, siblings, prompts, int(last_rows[-1]) + 1, sizes)
-    return Step(ordered, tuple(chosen), last_rows, starts, slots, work)
+    work = plan_work(starts, batch_indices, siblings, prompts, int(last_rows[-1]) + 1, sizes)
+    return Step(ordered, tuple(chosen), last_rows, starts, batch_indices, work)
 
 
 class BlockTables:
-    """The block tables of all slots, on the host and on the device. Plans give them whole; only news are sent."""
+    """The block tables of all running requests, on the host and on the device. Only new entries are sent."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.host: Ints = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -144,18 +149,18 @@ class BlockTables:
         blocks: list[int] = []
         width = self.host.shape[1]
         for piece in slices:
-            table, slot = piece.block_table, piece.slot
+            table, batch_index = piece.block_table, piece.batch_index
             needed = (piece.start + piece.length - 1) // self._block_size + 1
-            owner, known = self._seen[slot]
+            owner, known = self._seen[batch_index]
             if owner is not table:  # by identity: tables only grow, and another request's is another list
                 known = 0
             elif known >= needed:
                 continue
             new = table[known:needed]
-            self.host[slot, known:needed] = new
-            places += range(slot * width + known, slot * width + needed)
+            self.host[batch_index, known:needed] = new
+            places += range(batch_index * width + known, batch_index * width + needed)
             blocks += new
-            self._seen[slot] = (table, needed)
+            self._seen[batch_index] = (table, needed)
         return places, blocks
 
     def forget(self) -> None:

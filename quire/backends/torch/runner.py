@@ -85,8 +85,8 @@ class TorchRunner:
     def forward(self, plan: StepPlan) -> None:
         if self._forwarded is not None:
             raise InvariantViolation("forward before the last step was sampled")
-        for slot in plan.released:
-            self._penalties.release(slot)
+        for batch_index in plan.released:
+            self._penalties.release(batch_index)
         self.store.copy(plan.copies)
         batch = build_batch(plan.slices, self.store, self.model.spec.windows, self._last_samples)
         hidden = self.model.forward(ReferencePass(batch, self.store))  # [T, E]
@@ -112,7 +112,7 @@ class TorchRunner:
             pieces = [batch.slices[row] for row in forwarded.rows]
             last_tokens = batch.tokens[[batch.last_rows[row] for row in forwarded.rows]]
             sampled = sample(forwarded.logits, pieces, self._penalties, last_tokens, masks)
-            self._last_samples[[piece.slot for piece in pieces]] = sampled.tokens
+            self._last_samples[[piece.batch_index for piece in pieces]] = sampled.tokens
         self._steps.append(_Step(forwarded, sampled))
 
     @torch.inference_mode()

@@ -46,15 +46,15 @@ class Logprobs:
 
 
 class Penalties:
-    """What each slot's request has said so far, counted once, kept up token by token."""
+    """What each batch index's request has said so far, counted once, kept up token by token."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._counts: dict[int, _Counts] = {}
 
-    def release(self, slot: int) -> None:
-        self._counts.pop(slot, None)
+    def release(self, batch_index: int) -> None:
+        self._counts.pop(batch_index, None)
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
         """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
@@ -77,11 +77,11 @@ class Penalties:
         logits[chosen] = picked - frequency * said - presence * (said > 0)
 
     def _count(self, piece: SeqSlice, last_token: Tensor) -> _Counts:
-        counts = self._counts.get(piece.slot)
+        counts = self._counts.get(piece.batch_index)
         if counts is None or counts.owner != (piece.request_id, piece.epoch):
             said = torch.zeros(self._vocab_size, device=self._device)
             seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            counts = self._counts[piece.slot] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
         end = piece.start + piece.length
         known = piece.history[counts.num_counted : end]
         if known:
@@ -147,9 +147,9 @@ def _forbid(logits: Tensor, rows: Sequence[SeqSlice], masks: TokenMasks | None) 
     if forbidden:
         index, token = zip(*forbidden, strict=True)
         logits[list(index), list(token)] = _NEVER
-    masked = [index for index, piece in enumerate(rows) if masks and piece.slot in masks]
+    masked = [index for index, piece in enumerate(rows) if masks and piece.batch_index in masks]
     if masks and masked:
-        together = bytearray().join(masks[rows[index].slot] for index in masked)
+        together = bytearray().join(masks[rows[index].batch_index] for index in masked)
         packed = torch.frombuffer(together, dtype=torch.uint8).view(len(masked), -1).to(logits.device)
         bits = (packed[:, :, None] >> torch.arange(8, device=logits.device)) & 1
         is_forbidden = bits.view(len(masked), -1)[:, : logits.shape[1]] == 0

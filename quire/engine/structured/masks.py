@@ -45,7 +45,7 @@ class Matcher(Protocol):
 class Masks(NamedTuple):
     """Of one step."""
 
-    by_slot: Mapping[int, bytes]
+    by_batch_index: Mapping[int, bytes]
     failures: Mapping[int, str]  # request id -> why there is none for it
 
 
@@ -59,8 +59,8 @@ class _Entry:
         self.overrun_s = 0.0
 
 
-_Row = tuple[int, int, _Entry]  # request id, slot
-_Found = list[tuple[int, int, bytes | str]]  # request id, slot; the mask, or why there is none
+_Row = tuple[int, int, _Entry]  # request id, batch index
+_Found = list[tuple[int, int, bytes | str]]  # request id, batch index; the mask, or why there is none
 
 
 class GrammarMasks:
@@ -117,7 +117,7 @@ class GrammarMasks:
         entries, families = self._entries, defaultdict[int, list[_Row]](list)
         for piece in plan.slices:
             if piece.wants_token and (entry := entries.get(piece.request_id)) is not None:
-                families[id(entry.matcher.family)].append((piece.request_id, piece.slot, entry))
+                families[id(entry.matcher.family)].append((piece.request_id, piece.batch_index, entry))
         num_rows = sum(map(len, families.values()))
         shares: list[list[_Row]] = [[] for _ in range(min(self._num_threads, -(-num_rows // ROWS_A_THREAD)))]
         for family in sorted(families.values(), key=len, reverse=True):
@@ -136,17 +136,17 @@ class GrammarMasks:
 
 
 def _compute(rows: Sequence[_Row]) -> _Found:
-    return [(request_id, slot, _mask(entry)) for request_id, slot, entry in rows]
+    return [(request_id, batch_index, _mask(entry)) for request_id, batch_index, entry in rows]
 
 
 def _sort(found: Iterable[tuple[int, int, bytes | str]]) -> Masks:
     masks: dict[int, bytes] = {}
     failures: dict[int, str] = {}
-    for request_id, slot, mask in found:
+    for request_id, batch_index, mask in found:
         if isinstance(mask, str):
             failures[request_id] = mask
         else:
-            masks[slot] = mask
+            masks[batch_index] = mask
     return Masks(masks, failures)
 
 

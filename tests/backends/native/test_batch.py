@@ -21,7 +21,7 @@ def piece(tokens: Sequence[int], start: int = 0, table: Sequence[int] = (1, 2, 3
     made = SeqSlice(
         request_id=1,
         epoch=0,
-        slot=0,
+        batch_index=0,
         tokens=tokens,
         start=start,
         length=len(tokens),
@@ -41,11 +41,19 @@ def build(*slices: SeqSlice) -> Batch:
 def test_a_mixed_step() -> None:
     batch = build(
         piece([5, 6, 7], start=3, table=[1, 2, 9]),
-        piece([], start=10, length=1, slot=2, table=[3, 4, 5]),
+        piece([], start=10, length=1, batch_index=2, table=[3, 4, 5]),
         piece([8, 9], start=0, table=[6], wants_token=False),
-        piece([11], start=23, table=[1, 2, 3, 4, 5, 7], slot=1),
+        piece([11], start=23, table=[1, 2, 3, 4, 5, 7], batch_index=1),
     )
-    assert batch.tokens.tolist() == [5, 6, 7, 42, 8, 9, 11]  # the second is the runner's own last sample of slot 2
+    assert batch.tokens.tolist() == [
+        5,
+        6,
+        7,
+        42,
+        8,
+        9,
+        11,
+    ]  # the second is the runner's own last sample of batch index 2
     assert batch.positions.tolist() == [3, 4, 5, 10, 0, 1, 23]
     assert batch.first_rows.tolist() == [0, 3, 4, 6, 7]
     assert batch.last_rows.tolist() == [2, 3, 5, 6]
@@ -66,7 +74,7 @@ def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
         piece([50]),
         piece([1, 2, -1]),
         piece([2**31]),
-        piece([], start=4, length=1, slot=0)._replace(tokens=(50,)),
+        piece([], start=4, length=1, batch_index=0)._replace(tokens=(50,)),
         piece([1], table=[10]),
         piece([1], table=[-1]),
         piece([1], start=4, table=[1, 10]),
@@ -83,8 +91,8 @@ def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
         piece([1, 2], length=1),
         piece([1], length=2),
         piece([], start=3, length=2),
-        piece([], start=3, length=1, slot=4),
-        piece([], start=3, length=1, slot=-1),
+        piece([], start=3, length=1, batch_index=4),
+        piece([], start=3, length=1, batch_index=-1),
     ],
 )
 def test_what_would_lead_out_of_memory_is_refused(wrong: SeqSlice) -> None:

@@ -66,7 +66,7 @@ def piece(**changes: Any) -> SeqSlice:
     made = SeqSlice(
         request_id=1,
         epoch=0,
-        slot=0,
+        batch_index=0,
         tokens=TOKENS,
         start=0,
         length=len(TOKENS),
@@ -103,7 +103,7 @@ def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] =
         plan(piece(block_table=[-1])),
         plan(piece(block_table=[])),
         plan(piece(start=256, block_table=[1] * 9)),
-        plan(piece(slot=4)),
+        plan(piece(batch_index=4)),
         plan(piece(), copies=(BlockCopy(1, NUM_BLOCKS),)),
         plan(piece(), copies=(BlockCopy(NUM_BLOCKS, 1),)),
         plan(piece(), copies=(BlockCopy(-1, 1),)),
@@ -112,7 +112,7 @@ def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] =
     ],
 )
 def test_a_plan_that_leads_out_of_memory_changes_nothing(runner: NativeRunner, wrong: StepPlan) -> None:
-    run(runner, piece(), piece(slot=1, block_table=[NUM_BLOCKS - 1]))
+    run(runner, piece(), piece(batch_index=1, block_table=[NUM_BLOCKS - 1]))
     before = runner.model.pool.copy()
     with pytest.raises(InvariantViolation):
         runner.forward(wrong)
@@ -179,7 +179,7 @@ def test_only_what_is_no_number_is_purged(runner: NativeRunner) -> None:
 
 
 def test_what_a_step_writes_are_its_own_slots(runner: NativeRunner) -> None:
-    """Keys lie [head][dimension][slot], values [head][slot][dimension], one after the other."""
+    """Keys lie [head][dimension][batch index], values [head][batch index][dimension], one after the other."""
     model, spec = runner.model, runner.model.spec
     blocks = model.pool[:-64].view(np.float16).reshape(spec.num_layers, NUM_BLOCKS, -1)
     blocks[:] = 7
@@ -187,14 +187,14 @@ def test_what_a_step_writes_are_its_own_slots(runner: NativeRunner) -> None:
     written = blocks != 7
     assert sorted(set(np.flatnonzero(written.any((0, 2))).tolist())) == [4, 9]
     size = runner.capacity().block_size
-    for block, slots in ((4, {30, 31}), (9, {0, 1, 2})):
+    for block, batch_indices in ((4, {30, 31}), (9, {0, 1, 2})):
         num_keys = spec.head_size * size
         for head in range(spec.num_kv_heads):
             part = blocks[:, block, head * (num_keys + size * 32) : (head + 1) * (num_keys + size * 32)] != 7
             keys = part[:, :num_keys].reshape(spec.num_layers, spec.head_size, size)
             values = part[:, num_keys:].reshape(spec.num_layers, size, 32)
-            assert set(np.flatnonzero(keys.any((0, 1))).tolist()) == slots
-            assert set(np.flatnonzero(values.any((0, 2))).tolist()) == slots
+            assert set(np.flatnonzero(keys.any((0, 1))).tolist()) == batch_indices
+            assert set(np.flatnonzero(values.any((0, 2))).tolist()) == batch_indices
             assert not values[:, :, spec.head_size :].any()
 
 
@@ -242,7 +242,9 @@ def test_a_poisoned_chunk_is_known_before_its_prompt_ends(tmp_path: Path) -> Non
         write_folder(tmp_path / "m", config(), arrays_with("model.embed_tokens.weight", (POISONED, 17)))
     )
     sound = piece(wants_token=False)
-    runner.forward(plan(sound, sound._replace(tokens=[5, 6, POISONED, 8, 9], slot=1, block_table=[2]), piece(slot=2)))
+    runner.forward(
+        plan(sound, sound._replace(tokens=[5, 6, POISONED, 8, 9], batch_index=1, block_table=[2]), piece(batch_index=2))
+    )
     runner.sample(None)
     result = runner.collect()
     assert dict(result.failures) == {1: BROKEN}

@@ -109,10 +109,10 @@ def random_params(rng: Random, vocab_size: int) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def random_row(rng: Random, vocab_size: int, slot: int) -> SeqSlice:
+def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
     tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
     num_prompt = rng.randrange(1, len(tokens) + 1)
-    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], slot)
+    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], batch_index)
 
 
 def random_logits(rng: Random, num_rows: int, vocab_size: int) -> Floats:
@@ -131,9 +131,9 @@ def test_a_mixed_batch_follows_the_definition(sampler: NativeSampler, vocab_size
     num_settled = num_rows = 0
     for _ in range(6 if vocab_size > 9001 else 25):
         logits = random_logits(rng, rng.randrange(1, 17), vocab_size)
-        slots = rng.sample(range(40), len(logits))
-        rows = [random_row(rng, vocab_size, slot) for slot in slots]
-        masks = {slot: rng.randbytes(-(-vocab_size // 8)) for slot in slots if rng.random() < 0.1}
+        batch_indices = rng.sample(range(40), len(logits))
+        rows = [random_row(rng, vocab_size, batch_index) for batch_index in batch_indices]
+        masks = {batch_index: rng.randbytes(-(-vocab_size // 8)) for batch_index in batch_indices if rng.random() < 0.1}
         wanted = reference(logits, rows, masks)
         found = run(sampler, logits, rows, masks)
         assert found.is_broken.tolist() == wanted.is_broken.tolist()
@@ -158,7 +158,7 @@ def test_exactly_what_a_mask_forbids_is_forbidden(
         is_allowed[index, rng.sample(range(vocab_size), 3)] = not is_nearly_full
     is_allowed[:, -1] = True
     masks = {index: np.packbits(is_allowed[index], bitorder="little").tobytes() for index in (0, 2)}
-    run(sampler, logits, [row(SamplingParams(temperature=0), [1], slot=index) for index in range(3)], masks)
+    run(sampler, logits, [row(SamplingParams(temperature=0), [1], batch_index=index) for index in range(3)], masks)
     is_allowed[1] = True  # it has no mask
     assert logits.tolist() == np.where(is_allowed, before, -INF).tolist()
 
@@ -168,7 +168,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None
     rng = Random(5)
     for vocab_size in (50, 2500):
         logits = normal(rng, 8, vocab_size)
-        rows = [random_row(rng, vocab_size, slot) for slot in range(8)]
+        rows = [random_row(rng, vocab_size, batch_index) for batch_index in range(8)]
         masks = {3: rng.randbytes(-(-vocab_size // 8))}
         alone = [int(run(sampler, logits[i : i + 1].copy(), rows[i : i + 1], masks).tokens[0]) for i in range(8)]
         assert run(sampler, logits, rows, masks).tokens.tolist() == alone
@@ -193,7 +193,9 @@ def test_equal_logits(sampler: NativeSampler, fields: dict[str, Any]) -> None:
     """Whole numbers only: where the sets end, there are hundreds of equals. Zeros have both signs."""
     one = normal(Random(1), 1, 9100, 2.0).round()
     one[0, :500] = -INF
-    rows = [row(SamplingParams(seed=seed, **{"temperature": 0.7, **fields}), [1, 2], slot=seed) for seed in range(40)]
+    rows = [
+        row(SamplingParams(seed=seed, **{"temperature": 0.7, **fields}), [1, 2], batch_index=seed) for seed in range(40)
+    ]
     rows = [piece for piece in rows if is_settled(one[0], piece)]
     assert len(rows) > 30
     logits = one.repeat(len(rows), 0)
@@ -204,7 +206,7 @@ def test_all_equal(sampler: NativeSampler) -> None:
     """Half of a thousand equals is five hundred, and ties keep all: the draws spread over everything."""
     logits = np.zeros((400, 1000), np.float32)
     for fields in ({}, {"top_p": 0.5}, {"top_k": 3}):
-        rows = [row(SamplingParams(seed=seed, **fields), [1], slot=seed) for seed in range(400)]
+        rows = [row(SamplingParams(seed=seed, **fields), [1], batch_index=seed) for seed in range(400)]
         tokens = run(sampler, logits, rows).tokens.tolist()
         assert tokens == [int(uniform(seed, 0, 1) * 1000) for seed in range(400)]
 
@@ -236,7 +238,7 @@ def test_draws_follow_the_probabilities(sampler: NativeSampler, monkeypatch: pyt
     logits = one.repeat(500, 0)
     choices: list[tuple[dict[str, Any], int]] = [({}, 6000), ({"temperature": 2.0, "top_k": 4}, 4), ({"top_p": 0.6}, 2)]
     for fields, num_kept in choices:
-        rows = [row(SamplingParams(seed=seed, **fields), [1], slot=seed) for seed in range(500)]
+        rows = [row(SamplingParams(seed=seed, **fields), [1], batch_index=seed) for seed in range(500)]
         tokens = run(sampler, logits, rows).tokens.tolist()
         weights = np.exp(one[0].astype(np.float64) / fields.get("temperature", 1.0))
         weights[weights < np.sort(weights)[-num_kept]] = 0
@@ -256,9 +258,12 @@ def test_broken_and_blocked_rows_are_marked_alone(sampler: NativeSampler) -> Non
     logits[10, 0] = 3e38  # a number, but not after division
     many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
     fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many, {}, many, {}]
-    rows = [row(SamplingParams(seed=1, **{"logprobs": 2, **one}), [1, 2], slot=slot) for slot, one in enumerate(fields)]
-    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], slot=8)
-    rows[10] = row(SamplingParams(temperature=1e-3, **many), [1, 2], slot=10)
+    rows = [
+        row(SamplingParams(seed=1, **{"logprobs": 2, **one}), [1, 2], batch_index=batch_index)
+        for batch_index, one in enumerate(fields)
+    ]
+    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], batch_index=8)
+    rows[10] = row(SamplingParams(temperature=1e-3, **many), [1, 2], batch_index=10)
     only_five = bytearray(513)
     only_five[0] = 1 << 5
     masks = {4: bytes(513), 5: bytes(513), 6: bytes(513), 8: bytes(only_five)}
@@ -278,7 +283,7 @@ def test_broken_and_blocked_rows_are_marked_alone(sampler: NativeSampler) -> Non
 def test_a_broken_logit_is_found_wherever_a_mask_hides_it(sampler: NativeSampler, place: int, value: float) -> None:
     logits = normal(Random(1), 2, 4100)
     logits[1, place] = value
-    rows = [row(SamplingParams(temperature=0), [1, 2], slot=slot) for slot in range(2)]
+    rows = [row(SamplingParams(temperature=0), [1, 2], batch_index=batch_index) for batch_index in range(2)]
     only_five = bytes([1 << 5, *bytes(512)])
     found = run(sampler, logits, rows, {0: only_five, 1: only_five})
     assert (found.is_broken.tolist(), found.is_blocked.tolist()) == ([False, True], [False, False])
@@ -286,7 +291,7 @@ def test_a_broken_logit_is_found_wherever_a_mask_hides_it(sampler: NativeSampler
 
 
 def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
-    """Also where the history is one token short, since a step is in flight, and where slots change hands."""
+    """Also where the history is one token short, since a step is in flight, and where batch indices change hands."""
     vocab_size = 300
     ours, theirs = Penalties(vocab_size), definition.Penalties(vocab_size, CPU)
     rng = Random(3)
@@ -327,7 +332,7 @@ def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSample
         ).tokens.tolist()
         assert sampler.sample(many, rows, ours, np.array(last, np.int32), None).tokens.tolist() == wanted, step
         for piece, token in zip(rows, wanted, strict=True):
-            answers[piece.slot].append(token)
+            answers[piece.batch_index].append(token)
             said.add(token)
     assert len(said) > 5  # the penalties did something
 
@@ -343,10 +348,10 @@ def test_logprobs_are_the_models_own(sampler: NativeSampler) -> None:
     logits = normal(Random(3), 4, 2100)
     logits[3, 100:1000] = -INF
     rows = [
-        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], slot=4),
-        row(SamplingParams(temperature=0), [1, 2], slot=1),
-        row(SamplingParams(temperature=0, logprobs=0), [1, 2], slot=2),
-        row(SamplingParams(seed=8, logprobs=40, top_k=3), [1, 2], slot=0),
+        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], batch_index=4),
+        row(SamplingParams(temperature=0), [1, 2], batch_index=1),
+        row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
+        row(SamplingParams(seed=8, logprobs=40, top_k=3), [1, 2], batch_index=0),
     ]
     wanted = reference(logits, rows)
     assert wanted.logprobs is not None
@@ -378,7 +383,7 @@ def test_prompt_logprobs(sampler: NativeSampler) -> None:
 
 def test_c_is_not_told_what_is_not_so(sampler: NativeSampler) -> None:
     logits = normal(Random(7), 4, 100)
-    rows = [row(SamplingParams(), [1], slot=slot) for slot in range(4)]
+    rows = [row(SamplingParams(), [1], batch_index=batch_index) for batch_index in range(4)]
     with pytest.raises(InvariantViolation):
         run(sampler, logits, rows[:3])
     with pytest.raises(InvariantViolation):

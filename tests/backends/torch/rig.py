@@ -45,7 +45,7 @@ class Rig:
     def reset(
         self, *, overlap: bool = False, num_blocks: int | None = None, max_num_seqs: int | None = None, **settings: Any
     ) -> None:
-        """A new scheduler and an empty cache over the same weights, maybe over fewer of its blocks and slots."""
+        """A new scheduler and an empty cache over the same weights, maybe with fewer blocks and sequences."""
         runner = self.engine.runner
         whole = runner.capacity()
         capacity = replace(

@@ -236,7 +236,7 @@ def test_samples_of_one_prompt_are_forks(tmp_path: Path) -> None:
 
 
 def test_after_preemption(llama: Reference) -> None:
-    """Not all can grow: someone gives up its slot and blocks, which others write to, and comes back."""
+    """Not all can grow: someone gives up its batch index and blocks, which others write to, and comes back."""
     judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path, block_size=8, max_num_seqs=4)
     prepare(rig)
     rig.reset(overlap=True, num_blocks=6)

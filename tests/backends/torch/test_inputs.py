@@ -22,10 +22,10 @@ SIZES = Sizes(num_kv_heads=2, block_size=4, rows_per_item=8, target=40, wide_tar
 
 
 def piece(
-    slot: int, table: Sequence[int], start: int, length: int = 1, tokens: Sequence[int] | None = None
+    batch_index: int, table: Sequence[int], start: int, length: int = 1, tokens: Sequence[int] | None = None
 ) -> SeqSlice:
-    tokens = range(100 * slot, 100 * slot + length) if tokens is None else tokens
-    return SeqSlice(slot, 0, slot, tokens, start, length, table, (), True, SamplingParams(), 1)
+    tokens = range(100 * batch_index, 100 * batch_index + length) if tokens is None else tokens
+    return SeqSlice(batch_index, 0, batch_index, tokens, start, length, table, (), True, SamplingParams(), 1)
 
 
 # Block tables
@@ -62,11 +62,11 @@ def test_only_what_is_new_of_a_table_is_sent() -> None:
 
 
 def test_a_table_is_known_by_identity() -> None:
-    """Another request's table in the same slot, however alike, is another; so is one after a preemption."""
+    """Another request's table in the same batch index, however alike, is another; so is one after a preemption."""
     device = Device(BlockTables(2, 8, 4, CPU))
     first, second = [1, 2, 3], [1, 2, 3]
     assert device.update(piece(0, first, 0, 12), piece(1, second, 0, 4)) == [1, 2, 3, 1]
-    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the slot was given up and taken by another
+    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the batch index was given up and taken by another
     assert device.update(piece(0, second, 8)) == [3]
     third = [9]
     assert device.update(piece(0, third, 3)) == [9]
@@ -77,7 +77,7 @@ def test_a_table_is_known_by_identity() -> None:
 def test_after_a_failure_everything_is_sent_again() -> None:
     device = Device(BlockTables(3, 8, 4, CPU))
     tables = [[1, 2], [3, 4, 5], [6]]
-    slices = [piece(slot, table, 4 * len(table) - 1) for slot, table in enumerate(tables)]
+    slices = [piece(batch_index, table, 4 * len(table) - 1) for batch_index, table in enumerate(tables)]
     assert device.update(*slices) == [1, 2, 3, 4, 5, 6]
     assert device.update(*slices) == []
     device.tables.forget()
@@ -92,22 +92,22 @@ def test_tables_follow_any_course_of_requests() -> None:
     running: dict[int, list[int]] = {}
     lengths: dict[int, int] = {}
     for _ in range(2000):
-        slot = rng.randrange(5)
-        if slot not in running or rng.random() < 0.05:
-            running[slot], lengths[slot] = [], 0
-        count = min(rng.choice([1, 1, 1, 7]), 80 - lengths[slot])
+        batch_index = rng.randrange(5)
+        if batch_index not in running or rng.random() < 0.05:
+            running[batch_index], lengths[batch_index] = [], 0
+        count = min(rng.choice([1, 1, 1, 7]), 80 - lengths[batch_index])
         if count == 0:
-            del running[slot]
+            del running[batch_index]
             continue
-        lengths[slot] += count
-        table = running[slot]
-        while len(table) * 4 < lengths[slot] + rng.randrange(6) and len(table) < 20:
+        lengths[batch_index] += count
+        table = running[batch_index]
+        while len(table) * 4 < lengths[batch_index] + rng.randrange(6) and len(table) < 20:
             table.append(rng.randrange(1, 10**6))
         if rng.random() < 0.02:
             device.tables.forget()
-        device.update(piece(slot, table, lengths[slot] - count, count))
-        num_blocks = -(-lengths[slot] // 4)
-        assert device.tables.host[slot, :num_blocks].tolist() == table[:num_blocks]
+        device.update(piece(batch_index, table, lengths[batch_index] - count, count))
+        num_blocks = -(-lengths[batch_index] // 4)
+        assert device.tables.host[batch_index, :num_blocks].tolist() == table[:num_blocks]
 
 
 # Layouts
@@ -172,13 +172,13 @@ def test_rows_are_decodes_first_then_prompts() -> None:
         piece(2, [8, 9], 5, tokens=()),
     )
     assert step.order == (1, 3, 0, 2)
-    assert [one.slot for one in step.slices] == [5, 2, 3, 1]
+    assert [one.batch_index for one in step.slices] == [5, 2, 3, 1]
     assert step.last_rows.tolist() == [0, 1, 4, 6]
     assert not step.is_decode
     inputs = written(step, step.layout)
     assert inputs.tokens.tolist() == [500, -1, 300, 301, 302, 100, 101]  # -1: its own last sample
     assert inputs.positions.tolist() == [9, 5, 4, 5, 6, 0, 1]
-    assert inputs.slots.tolist() == [5, 2, 3, 3, 3, 1, 1]
+    assert inputs.batch_indices.tolist() == [5, 2, 3, 3, 3, 1, 1]
     assert inputs.narrow.tolist() == [[0, 1, 5, 0, 10, 0], [1, 1, 2, 0, 6, 0]]
     assert sorted(inputs.wide.tolist()) == [[2, 3, 3, 0, 7, 0], [5, 2, 1, 0, 2, 0]]
     assert not inputs.first_parts.any()
@@ -192,7 +192,7 @@ def test_padding_is_nobodys_and_does_nothing() -> None:
     inputs = written(step, Layout(6, 9, 4))
     assert inputs.tokens.tolist() == [400, 0, 0, 0, 0, 0]
     assert inputs.positions.tolist() == [200, 2, 0, 0, 0, 0]
-    assert inputs.slots.tolist() == [4, 0, -1, -1, -1, -1]
+    assert inputs.batch_indices.tolist() == [4, 0, -1, -1, -1, -1]
     assert inputs.first_parts.tolist() == [0, 2, 2, 2, 2, 2, 2]  # no parts to merge
     assert inputs.narrow[:, 1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert inputs.wide[:, 1].tolist() == [0, 0, 0, 0]
@@ -201,15 +201,15 @@ def test_padding_is_nobodys_and_does_nothing() -> None:
 
 def test_siblings_come_side_by_side() -> None:
     head = list(range(1, 41))  # 160 keys
-    family = [piece(slot, [*head, 100 + slot], 160 + slot % 3) for slot in range(0, 10, 2)]
-    strangers = [piece(slot, [200 + slot, 300 + slot], 5) for slot in (1, 3)]
+    family = [piece(batch_index, [*head, 100 + batch_index], 160 + batch_index % 3) for batch_index in range(0, 10, 2)]
+    strangers = [piece(batch_index, [200 + batch_index, 300 + batch_index], 5) for batch_index in (1, 3)]
     step = arranged(family[0], strangers[0], family[1], strangers[1], *family[2:])
-    assert [one.slot for one in step.slices] == [0, 2, 4, 6, 8, 1, 3]  # by their first block, else as they were
+    assert [one.batch_index for one in step.slices] == [0, 2, 4, 6, 8, 1, 3]  # by their first block, else as they were
     assert step.order == (0, 2, 4, 5, 6, 1, 3)
     assert step.is_decode
     inputs = written(step, step.layout)
     assert sorted(inputs.wide.tolist()) == [[0, 5, 0, 0, 128, 0], [0, 5, 0, 128, 160, 1]]
-    assert inputs.slots.tolist() == [0, 2, 4, 6, 8, 1, 3]
+    assert inputs.batch_indices.tolist() == [0, 2, 4, 6, 8, 1, 3]
     assert inputs.positions.tolist() == [160, 162, 161, 160, 162, 5, 5]
     assert inputs.tokens.tolist() == [0, 200, 400, 600, 800, 100, 300]
 
@@ -354,7 +354,7 @@ def test_a_replay_reads_the_inputs_where_they_are() -> None:
     graph = graphs.find(Layout(3, 3, 0), has_parts=True)
     assert graph is not None
     inputs = graph.layout.carve(graphs.inputs)
-    assert inputs.slots.tolist() == [-1] * 4  # captured on padding
+    assert inputs.batch_indices.tolist() == [-1] * 4  # captured on padding
     assert not inputs.narrow[:, 1].any()
     inputs.tokens.copy_(torch.tensor([5, 6, 7, 0]))
     graph.recording.replay()

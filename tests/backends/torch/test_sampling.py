@@ -22,11 +22,11 @@ VOCAB = 50
 CPU = torch.device("cpu")
 
 
-def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), slot: int = 0) -> SeqSlice:
+def row(params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), batch_index: int = 0) -> SeqSlice:
     """A decode whose whole context is known."""
     history = [*prompt, *output]
     start = len(history) - 1
-    return SeqSlice(slot + 1, 0, slot, history[-1:], start, 1, [1], history, True, params, len(prompt))
+    return SeqSlice(batch_index + 1, 0, batch_index, history[-1:], start, 1, [1], history, True, params, len(prompt))
 
 
 def run(logits: Tensor, rows: Sequence[SeqSlice], masks: dict[int, bytes] | None = None) -> list[int]:
@@ -112,10 +112,10 @@ def test_a_mixed_batch_follows_the_definition(seed: int) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(12, VOCAB) * 3
     rows = []
-    for slot in range(12):
+    for batch_index in range(12):
         tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 12))]
         num_prompt = rng.randrange(1, len(tokens) + 1)
-        rows.append(row(random_params(rng), tokens[:num_prompt], tokens[num_prompt:], slot))
+        rows.append(row(random_params(rng), tokens[:num_prompt], tokens[num_prompt:], batch_index))
     masks = {3: bytes([0xAA] * 7), 7: bytes([0x10] + [0] * 6)}
     wanted = [expected(logits[i].tolist(), piece, masks.get(i)) for i, piece in enumerate(rows)]
     assert run(logits, rows, masks) == wanted
@@ -128,7 +128,7 @@ def test_a_wide_top_p_sorts_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "TOP_P_CANDIDATES", 4)
     torch.manual_seed(0)
     logits = torch.randn(8, VOCAB)
-    rows = [row(SamplingParams(top_p=0.95, seed=seed), [1, 2], slot=seed) for seed in range(8)]
+    rows = [row(SamplingParams(top_p=0.95, seed=seed), [1, 2], batch_index=seed) for seed in range(8)]
     assert run(logits, rows) == [expected(logits[i].tolist(), piece) for i, piece in enumerate(rows)]
 
 
@@ -179,9 +179,9 @@ def test_logprobs_are_the_models_own() -> None:
     torch.manual_seed(3)
     logits = torch.randn(3, VOCAB)
     rows = [
-        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], slot=0),
-        row(SamplingParams(temperature=0), [1, 2], slot=1),
-        row(SamplingParams(temperature=0, logprobs=0), [1, 2], slot=2),
+        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], batch_index=0),
+        row(SamplingParams(temperature=0), [1, 2], batch_index=1),
+        row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
     ]
     sampled = sample(logits.clone(), rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), None)
     assert sampled.logprobs is not None
@@ -201,7 +201,7 @@ def test_logprobs_are_the_models_own() -> None:
 def test_broken_and_blocked_rows_are_marked_alone() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = float("nan")
-    rows = [row(SamplingParams(seed=1), [1, 2], slot=slot) for slot in range(3)]
+    rows = [row(SamplingParams(seed=1), [1, 2], batch_index=batch_index) for batch_index in range(3)]
     sampled = sample(logits, rows, Penalties(VOCAB, CPU), torch.tensor([2, 2, 2]), {2: bytes(7)})
     assert sampled.is_broken.tolist() == [False, True, False]
     assert sampled.is_blocked.tolist() == [False, False, True]

@@ -38,25 +38,25 @@ NUM_ROOMS = 4000
 class Case:
     """Decodes in the order of their rows, then prompts."""
 
-    tables: Ints  # [slots, blocks]: 0 where nothing is
+    tables: Ints  # [batch_indices, blocks]: 0 where nothing is
     starts: Ints
-    slots: Ints
+    batch_indices: Ints
     siblings: list[Siblings]
     prompts: list[Prompt]
     sizes: Sizes
 
     def plan(self) -> Work:
-        return plan_work(self.starts, self.slots, self.siblings, self.prompts, self.num_rows, self.sizes)
+        return plan_work(self.starts, self.batch_indices, self.siblings, self.prompts, self.num_rows, self.sizes)
 
     @property
     def num_rows(self) -> int:
         return len(self.starts) + sum(prompt.length for prompt in self.prompts)
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """Position and slot of every row."""
-        yield from zip(self.starts.tolist(), self.slots.tolist(), strict=True)
+        """Position and batch index of every row."""
+        yield from zip(self.starts.tolist(), self.batch_indices.tolist(), strict=True)
         for prompt in self.prompts:
-            yield from ((prompt.start + i, prompt.slot) for i in range(prompt.length))
+            yield from ((prompt.start + i, prompt.batch_index) for i in range(prompt.length))
 
 
 def random_sizes(rng: Random, block_size: int, num_rows: int) -> Sizes:
@@ -75,15 +75,15 @@ def random_tables(rng: Random, lengths: list[int], block_size: int) -> Ints:
     tables = np.zeros((len(lengths), -(-max(lengths) // block_size)), np.int32)
     numbers = itertools.count(1)
     leader = 0
-    for slot, length in enumerate(lengths):
+    for batch_index, length in enumerate(lengths):
         num_blocks = -(-length // block_size)
-        tables[slot, :num_blocks] = [next(numbers) for _ in range(num_blocks)]
-        if slot == 0 or rng.random() < 0.3:
-            leader = slot
+        tables[batch_index, :num_blocks] = [next(numbers) for _ in range(num_blocks)]
+        if batch_index == 0 or rng.random() < 0.3:
+            leader = batch_index
         elif rng.random() < 0.9:
             shared = rng.choice([num_blocks, rng.randrange(num_blocks + 1)])
             shared = min(shared, -(-lengths[leader] // block_size))
-            tables[slot, :shared] = tables[leader, :shared]
+            tables[batch_index, :shared] = tables[leader, :shared]
     return tables
 
 
@@ -93,18 +93,18 @@ def random_case(rng: Random, *, num_decodes: int, num_prompts: int) -> Case:
     floor = rng.choice([0, longest // 2])
     starts = np.array([rng.randrange(floor, longest) for _ in range(num_decodes)], np.int32)
     tables = random_tables(rng, [*(starts + 1).tolist(), 1], block_size)
-    slots = np.array(rng.sample(range(num_decodes), num_decodes), np.int32)
-    starts = starts[slots]
+    batch_indices = np.array(rng.sample(range(num_decodes), num_decodes), np.int32)
+    starts = starts[batch_indices]
     siblings: list[Siblings] = []
-    if num_decodes > 1 and (order := order_decodes(tables[slots, 0])) is not None:
-        starts, slots = starts[order], slots[order]
-        siblings = find_siblings(tables, slots, starts, block_size)
+    if num_decodes > 1 and (order := order_decodes(tables[batch_indices, 0])) is not None:
+        starts, batch_indices = starts[order], batch_indices[order]
+        siblings = find_siblings(tables, batch_indices, starts, block_size)
     prompts, row = [], num_decodes
     for number in range(num_prompts):
         length = rng.randrange(2, rng.choice([3, 20, 200]))
         prompts.append(Prompt(row, length, rng.choice([0, rng.randrange(900)]), num_decodes + number))
         row += length
-    return Case(tables, starts, slots, siblings, prompts, random_sizes(rng, block_size, row))
+    return Case(tables, starts, batch_indices, siblings, prompts, random_sizes(rng, block_size, row))
 
 
 def check_items(case: Case, work: Work) -> None:
@@ -112,18 +112,18 @@ def check_items(case: Case, work: Work) -> None:
     rows = list(case.rows())
     read = np.zeros((len(rows), max(position for position, _ in rows) + 1), np.int8)
     parts: dict[int, list[int]] = defaultdict(list)
-    for row, num_rows, slot, low, high, part in [*work.narrow.tolist(), *work.wide.tolist()]:
+    for row, num_rows, batch_index, low, high, part in [*work.narrow.tolist(), *work.wide.tolist()]:
         assert 1 <= num_rows <= case.sizes.rows_per_item
         assert 0 <= low < high <= max(position for position, _ in rows[row : row + num_rows]) + 1
         for index in range(row, row + num_rows):
             position, own = rows[index]
             read[index, low:high] += 1
             parts[index].append(part)
-            if slot != own:
+            if batch_index != own:
                 assert index < len(case.starts)
                 blocks = slice(low // case.sizes.block_size, -(-high // case.sizes.block_size))
                 assert high <= position
-                assert (case.tables[slot, blocks] == case.tables[own, blocks]).all()
+                assert (case.tables[batch_index, blocks] == case.tables[own, blocks]).all()
     counts = np.diff(work.first_parts)
     assert len(counts) == len(rows)
     assert work.first_parts[0] == 0
@@ -177,7 +177,7 @@ def test_decodes_alone_are_planned_as_in_company() -> None:
         case.siblings = []
         case.sizes = case.sizes._replace(max_parts=4096)
         work, num_rows = case.plan(), case.num_rows
-        beside = plan_work(case.starts, case.slots, (), [Prompt(num_rows, 2, 0, 99)], num_rows + 2, case.sizes)
+        beside = plan_work(case.starts, case.batch_indices, (), [Prompt(num_rows, 2, 0, 99)], num_rows + 2, case.sizes)
         assert np.array_equal(work.narrow, beside.narrow)
         assert np.array_equal(work.first_parts, beside.first_parts[: num_rows + 1])
         assert work.wide is NO_ITEMS
@@ -234,12 +234,12 @@ def test_a_graph_has_room_for_any_decodes() -> None:
 
 @pytest.mark.parametrize("has_prompt", [False, True])
 def test_few_parts_make_longer_pieces(has_prompt: bool) -> None:
-    starts, slots = np.full(20, 99_999, np.int32), np.arange(20, dtype=np.int32)
+    starts, batch_indices = np.full(20, 99_999, np.int32), np.arange(20, dtype=np.int32)
     sizes = Sizes(1, 32, 128, 4096, 2048, 4096)
     prompts = [Prompt(20, 300, 50_000, 20)] if has_prompt else []
     num_rows = 320 if has_prompt else 20
     parts = [
-        int(plan_work(starts, slots, [], prompts, num_rows, sizes._replace(max_parts=most)).first_parts[-1])
+        int(plan_work(starts, batch_indices, [], prompts, num_rows, sizes._replace(max_parts=most)).first_parts[-1])
         for most in (100_000, 2000, 700, 40)
     ]
     assert parts == sorted(parts, reverse=True)
@@ -271,28 +271,28 @@ def test_siblings_are_those_who_share_full_blocks() -> None:
         block_size = rng.choice([1, 8, 32, 128])
         lengths = [rng.randrange(1, 600) if rng.random() < 0.2 else rng.randrange(300, 600) for _ in range(24)]
         tables = random_tables(rng, lengths, block_size)
-        slots = np.array(rng.sample(range(24), rng.randrange(2, 25)), np.int32)
-        starts = np.array([lengths[slot] - 1 for slot in slots.tolist()], np.int32)
-        groups: dict[int, list[int]] = defaultdict(list)  # slots by their first block
-        for slot in slots.tolist():
-            groups[int(tables[slot, 0])].append(slot)
-        order = order_decodes(tables[slots, 0])
-        assert (order is None) == (len(groups) == len(slots))
+        batch_indices = np.array(rng.sample(range(24), rng.randrange(2, 25)), np.int32)
+        starts = np.array([lengths[batch_index] - 1 for batch_index in batch_indices.tolist()], np.int32)
+        groups: dict[int, list[int]] = defaultdict(list)  # batch indices by their first block
+        for batch_index in batch_indices.tolist():
+            groups[int(tables[batch_index, 0])].append(batch_index)
+        order = order_decodes(tables[batch_indices, 0])
+        assert (order is None) == (len(groups) == len(batch_indices))
         if order is None:
             continue
-        slots, starts = slots[order], starts[order]
+        batch_indices, starts = batch_indices[order], starts[order]
         expected = {}
         for members in groups.values():
-            width = min(lengths[slot] - 1 for slot in members) // block_size
+            width = min(lengths[batch_index] - 1 for batch_index in members) // block_size
             shared = 0
-            while shared < width and len({int(tables[slot, shared]) for slot in members}) == 1:
+            while shared < width and len({int(tables[batch_index, shared]) for batch_index in members}) == 1:
                 shared += 1
             if len(members) >= MIN_SIBLINGS and shared * block_size >= MIN_SHARED:
                 expected[tuple(members)] = shared * block_size
             num_refused += len(members) > 1 and tuple(members) not in expected
         found = {
-            tuple(slots[group.first : group.last].tolist()): group.shared
-            for group in find_siblings(tables, slots, starts, block_size)
+            tuple(batch_indices[group.first : group.last].tolist()): group.shared
+            for group in find_siblings(tables, batch_indices, starts, block_size)
         }
         assert found == expected
         num_found += len(found)
@@ -301,13 +301,13 @@ def test_siblings_are_those_who_share_full_blocks() -> None:
 
 def test_a_head_is_read_once_for_all() -> None:
     """Five decodes on 256 shared keys: one wide item for those, and each its own tail."""
-    tables = np.array([[1, 2, 10 + slot, 20 + slot] for slot in range(5)], np.int32)
-    slots = np.arange(5, dtype=np.int32)
+    tables = np.array([[1, 2, 10 + batch_index, 20 + batch_index] for batch_index in range(5)], np.int32)
+    batch_indices = np.arange(5, dtype=np.int32)
     starts = np.array([256, 300, 383, 384, 400], np.int32)
-    siblings = find_siblings(tables, slots, starts, 128)
+    siblings = find_siblings(tables, batch_indices, starts, 128)
     assert siblings == [Siblings(0, 5, 256)]
-    work = plan_work(starts, slots, siblings, [], 5, Sizes(2, 128, 64, 4, 2, 4096))
+    work = plan_work(starts, batch_indices, siblings, [], 5, Sizes(2, 128, 64, 4, 2, 4096))
     assert work.wide.tolist() == [[0, 5, 0, 0, 256, 0]]
     assert sorted(work.narrow.tolist()) == [[row, 1, row, 256, int(starts[row]) + 1, 1] for row in range(5)]
     assert work.first_parts.tolist() == [0, 2, 4, 6, 8, 10]
-    assert find_siblings(tables, slots[:3], starts[:3], 128) == []  # too few
+    assert find_siblings(tables, batch_indices[:3], starts[:3], 128) == []  # too few

@@ -18,7 +18,9 @@ from torch import Tensor
 
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
-ITEM_FIELDS = 6  # first row, number of rows, slot of the block table, first key, last key + 1, number of the part
+ITEM_FIELDS = (
+    6  # first row, number of rows, batch index of the block table, first key, last key + 1, number of the part
+)
 LOG2E = 1.4426950408889634
 MERGED = 16  # parts merged at a time
 
@@ -49,7 +51,7 @@ def _attend(
     if num_rows == 0:  # the list is shorter than the grid
         return
     head = tl.program_id(1)
-    row, slot, low, high, part = (
+    row, batch_index, low, high, part = (
         tl.load(item), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     )  # fmt: skip
     m, d, n = tl.arange(0, M), tl.arange(0, D_PAD), tl.arange(0, N)
@@ -69,7 +71,7 @@ def _attend(
         keys_at = start + n
         is_key = keys_at < high
         # Beyond the range the null block is read. What a row may not see counts for nothing, but must be a number.
-        block = tl.load(tables + slot * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
+        block = tl.load(tables + batch_index * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
         place = ((block * 2 * K + head) * BLOCK + keys_at % BLOCK) * D  # [N]
         if D == D_PAD:
             keys = tl.load(layer + place[None, :] + d[:, None])  # [D, N]
@@ -175,7 +177,7 @@ def rows_per_item(tiling: Tiling, num_groups: int) -> int:
 def attend(
     q: Tensor,  # [T, H, D]
     layer: Tensor,  # [blocks, 2, K, block size, D]
-    tables: Tensor,  # [slots, most blocks] int32
+    tables: Tensor,  # [batch_indices, most blocks] int32
     positions: Tensor,  # [T] int32
     items: Tensor,  # [items, ITEM_FIELDS] int32; those of no rows are skipped
     first_parts: Tensor,  # [T + 1] int32; a row without parts is written to `out` at once

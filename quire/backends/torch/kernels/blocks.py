@@ -46,7 +46,7 @@ def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def update_tables(tables: Tensor, places: Tensor, blocks: Tensor) -> None:
-    """Write `blocks` [N] at `places` [N], counted over the rows of tables [slots, most blocks]. Places differ."""
+    """Write `blocks` [N] at `places` [N], over the rows of tables [max_num_seqs, most blocks]. Places differ."""
     num_entries = places.shape[0]
     _update_tables[(-(-num_entries // ENTRIES),)](
         tables, places, blocks, num_entries, BLOCK=ENTRIES, num_warps=4

@@ -19,14 +19,14 @@ from quire.weights.spec import Activation
 GATED_BLOCK = 1024  # elements a program of `gated` takes: 16 bytes a thread of four warps
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "last_samples"])
-def _embed(tokens, slots, last_samples, embedding, out, scale, E: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "batch_indices", "last_samples"])
+def _embed(tokens, batch_indices, last_samples, embedding, out, scale, E: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
-    slot = tl.load(slots + row)
-    sample = tl.load(last_samples + slot, mask=(token < 0) & (slot >= 0), other=0)
+    batch_index = tl.load(batch_indices + row)
+    sample = tl.load(last_samples + batch_index, mask=(token < 0) & (batch_index >= 0), other=0)
     token = tl.where(token < 0, sample, token)
-    token = tl.where(slot < 0, 0, token).to(tl.int64)
+    token = tl.where(batch_index < 0, 0, token).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(embedding + token * E + column, mask=column < E).to(tl.float32) * scale
     tl.store(out + row * E + column, value.to(out.dtype.element_ty), mask=column < E)
@@ -74,13 +74,13 @@ def _row_shape(size: int) -> tuple[int, int]:
     return width, min(max(width // 512, 4), 16)
 
 
-def embed(tokens: Tensor, slots: Tensor, last_samples: Tensor, embedding: Tensor, scale: float) -> Tensor:
-    """Rows [T, E] of the embedding [V, E], times `scale`. A token of -1 is the last sample of its slot."""
+def embed(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor, embedding: Tensor, scale: float) -> Tensor:
+    """Rows [T, E] of the embedding [V, E], times `scale`. A token of -1 is the last sample of its batch index."""
     num_rows, size = tokens.shape[0], embedding.shape[1]
     out = embedding.new_empty((num_rows, size))
     width, num_warps = _row_shape(size)
     _embed[(num_rows,)](
-        tokens, slots, last_samples, embedding, out, scale, E=size, BLOCK=width, num_warps=num_warps
+        tokens, batch_indices, last_samples, embedding, out, scale, E=size, BLOCK=width, num_warps=num_warps
     )  # fmt: skip
     return out
 

@@ -33,16 +33,16 @@ def _times(x, weight, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
     return (x * weight).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["positions", "slots", "tables", "max_blocks"])
+@triton.jit(do_not_specialize=["positions", "batch_indices", "tables", "max_blocks"])
 def _rope_store(
-    qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
+    qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, eps, max_blocks,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    is_real = slot >= 0  # else a padding row: it reads position 0 and leaves the cache alone
+    batch_index = tl.load(batch_indices + row)
+    is_real = batch_index >= 0  # else a padding row: it reads position 0 and leaves the cache alone
     position = tl.where(is_real, tl.load(positions + row), 0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     is_query, is_key = head < H, (head >= H) & (head < H + K)
@@ -56,7 +56,7 @@ def _rope_store(
     x1 = tl.load(source + pair, mask=in_pair, other=0.0).to(tl.float32)  # [HEADS, R / 2]
     x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)  # [HEADS, D - R]: not rotated
-    block = tl.load(tables + slot * max_blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
+    block = tl.load(tables + batch_index * max_blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
     cosine = tl.load(cosines + position * HALF + pair, mask=turns & in_pair, other=1.0)
     sine = tl.load(sines + position * HALF + pair, mask=turns & in_pair, other=0.0)
     if q_norm is not None:
@@ -103,8 +103,8 @@ def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
 def rope_store(
     qkv: Tensor,  # [T, (H + 2K) * D]
     positions: Tensor,  # [T] int32
-    slots: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
-    tables: Tensor,  # [slots, most blocks] int32
+    batch_indices: Tensor,  # [T] int32: rows of `tables`; -1: a padding row
+    tables: Tensor,  # [batch_indices, most blocks] int32
     cosines: Tensor,  # [P, R / 2] fp32
     sines: Tensor,  # [P, R / 2] fp32
     layer: Tensor,  # [blocks, 2, K, block size, D]
@@ -122,7 +122,7 @@ def rope_store(
     tiling = _tiling(num_heads + 2 * num_kv_heads, head_size, half)
     q = qkv.new_empty((num_rows, num_heads, head_size))
     _rope_store[(num_rows, tiling.num_programs)](
-        qkv, positions, slots, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
+        qkv, positions, batch_indices, tables, cosines, sines, layer, q, q_norm, k_norm, eps, tables.stride(0),
         H=num_heads, K=num_kv_heads, D=head_size, HALF=half, BLOCK_SIZE=block_size,
         HEADS=tiling.heads, HALF_PAD=tiling.half, REST_PAD=tiling.rest, ROUNDS_FIRST=rounds_first,
         num_warps=NUM_WARPS,

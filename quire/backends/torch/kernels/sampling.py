@@ -100,9 +100,9 @@ def _weigh(
     tl.store(sums + entry, tl.sum(tl.where(x >= floor, _weights(x, peak, scale), 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["rows", "settings", "slots", "last_samples", "out", "out_stride"])
+@triton.jit(do_not_specialize=["rows", "settings", "batch_indices", "last_samples", "out", "out_stride"])
 def _pick(
-    logits, stride, rows, settings, slots, last_samples, out, out_stride, peaks, bests, sums, floors,
+    logits, stride, rows, settings, batch_indices, last_samples, out, out_stride, peaks, bests, sums, floors,
     vocab_size, num_chunks,
     NUM_PARAMS: tl.constexpr, CHUNK: tl.constexpr, C_PAD: tl.constexpr, IS_CHANGED: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def _pick(
     temperature = tl.load(settings + row * NUM_PARAMS)
     draw = tl.load(settings + row * NUM_PARAMS + 4).to(tl.float64)
     floor = tl.load(floors + place)
-    slot = tl.load(slots + row)
+    batch_index = tl.load(batch_indices + row)
     scale = _scale(temperature)
 
     chunk = tl.arange(0, C_PAD)
@@ -145,7 +145,7 @@ def _pick(
         flag = tl.where(is_finite, 0, BROKEN)
     tl.store(out + row, token)
     tl.store(out + out_stride + row, flag)
-    tl.store(last_samples + slot, token, mask=slot >= 0)
+    tl.store(last_samples + batch_index, token, mask=batch_index >= 0)
 
 
 @triton.jit
@@ -283,11 +283,11 @@ def _change(
     place = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
     x = tl.load(logits + row * stride + column, mask=is_in, other=0.0).to(tl.float32)
-    slot = tl.load(counted + place).to(tl.int64)
-    if slot >= 0:
+    batch_index = tl.load(counted + place).to(tl.int64)
+    if batch_index >= 0:
         repetition, frequency = tl.load(penalties + place * 3), tl.load(penalties + place * 3 + 1)
         presence = tl.load(penalties + place * 3 + 2)
-        count = tl.load(counts + slot * vocab_size + column, mask=is_in, other=0)
+        count = tl.load(counts + batch_index * vocab_size + column, mask=is_in, other=0)
         said = (count & (PROMPT - 1)).to(tl.float32)
         repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where(count != 0, repeated, x) - frequency * said - tl.where(said > 0.0, presence, 0.0)
@@ -298,15 +298,15 @@ def _change(
     tl.store(out + place * vocab_size + column, x, mask=is_in)
 
 
-@triton.jit(do_not_specialize=["slots", "tokens", "is_prompt", "last_tokens", "num_entries"])
-def _count(slots, tokens, is_prompt, last_tokens, num_entries, counts, vocab_size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["batch_indices", "tokens", "is_prompt", "last_tokens", "num_entries"])
+def _count(batch_indices, tokens, is_prompt, last_tokens, num_entries, counts, vocab_size, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = entry < num_entries
-    slot = tl.load(slots + entry, mask=is_in, other=0).to(tl.int64)
+    batch_index = tl.load(batch_indices + entry, mask=is_in, other=0).to(tl.int64)
     token = tl.load(tokens + entry, mask=is_in, other=0)
     token = tl.where(token < 0, tl.load(last_tokens + (-1 - token), mask=is_in & (token < 0), other=0), token)
     from_prompt = tl.load(is_prompt + entry, mask=is_in, other=0) != 0
-    place = counts + slot * vocab_size + token
+    place = counts + batch_index * vocab_size + token
     tl.atomic_or(place, PROMPT, mask=is_in & from_prompt)
     tl.atomic_add(place, 1, mask=is_in & (from_prompt == 0))
 
@@ -322,13 +322,13 @@ def _edit(places, tokens, values, num_entries, logits, vocab_size, BLOCK: tl.con
 
 
 def choose(
-    logits: Tensor, rows: Tensor, settings: Tensor, slots: Tensor, last_samples: Tensor, out: Tensor, scratch: Scratch,
-    *, has_floor: bool, is_changed: bool,
+    logits: Tensor, rows: Tensor, settings: Tensor, batch_indices: Tensor, last_samples: Tensor, out: Tensor,
+    scratch: Scratch, *, has_floor: bool, is_changed: bool,
 ) -> None:  # fmt: skip
     """One token for each row of logits [N, V], which stand for `rows` [N] int32 of S.
 
-    settings [S, NUM_PARAMS] fp32, slots [S] int32. Tokens go to out[0, row] and last_samples[slot], flags to
-    out[1, row].
+    settings [S, NUM_PARAMS] fp32, batch_indices [S] int32. Tokens go to out[0, row] and last_samples[batch_index],
+    flags to out[1, row].
     `is_changed`: these are not the model's own logits, which have been here before and left their flag.
     """
     num_rows, vocab_size = logits.shape
@@ -351,7 +351,7 @@ def choose(
             NUM_PARAMS=NUM_PARAMS, CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     _pick[(num_rows,)](
-        logits, stride, rows, settings, slots, last_samples, out, out.stride(0), peaks, bests, sums, floors,
+        logits, stride, rows, settings, batch_indices, last_samples, out, out.stride(0), peaks, bests, sums, floors,
         vocab_size, num_chunks, NUM_PARAMS=NUM_PARAMS, CHUNK=CHUNK, C_PAD=padded, IS_CHANGED=is_changed, num_warps=8,
     )  # fmt: skip
 
@@ -361,7 +361,7 @@ def change(
 ) -> Tensor:
     """The logits of some rows [R] int32 in fp32 [R, V], with penalties, and forbidden tokens at minus infinity.
 
-    counted [R] int32: the row of counts [slots, V] int32 that belongs to each, -1 for one without penalties.
+    counted [R] int32: the row of counts [batch_indices, V] int32 that belongs to each, -1 for one without penalties.
     penalties [R, 3] fp32: repetition, frequency, presence. masked [R] int32: its row of masks, or -1.
     masks [N, bytes] uint8: one bit a token, lowest first, 1 where it is allowed.
     """
@@ -374,11 +374,11 @@ def change(
     return out
 
 
-def count(counts: Tensor, slots: Tensor, tokens: Tensor, is_prompt: Tensor, last_tokens: Tensor) -> None:
-    """Add tokens [N] to the counts of slots [N]. A negative token stands for last_tokens[-1 - token]. All int32."""
-    num_entries = slots.shape[0]
+def count(counts: Tensor, batch_indices: Tensor, tokens: Tensor, is_prompt: Tensor, last_tokens: Tensor) -> None:
+    """Add tokens [N] to the counts at batch_indices [N]. A negative token is last_tokens[-1 - token]. All int32."""
+    num_entries = batch_indices.shape[0]
     _count[(triton.cdiv(num_entries, ENTRIES),)](
-        slots, tokens, is_prompt, last_tokens, num_entries, counts, counts.shape[1], BLOCK=ENTRIES, num_warps=4
+        batch_indices, tokens, is_prompt, last_tokens, num_entries, counts, counts.shape[1], BLOCK=ENTRIES, num_warps=4
     )
 
 

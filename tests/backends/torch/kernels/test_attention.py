@@ -59,7 +59,7 @@ class Step:
     layer: Tensor
     tables: Ints
     positions: list[int]
-    slots: list[int]
+    batch_indices: list[int]
     siblings: list[Siblings]
     work: Work
 
@@ -99,10 +99,10 @@ class Step:
         num_kv_heads, block_size = self.shape.num_kv_heads, self.shape.block_size
         out = torch.empty(num_rows, num_heads, head_size, dtype=torch.float64)
         q, layer = self.q.cpu().double(), self.layer.cpu().double()
-        for row, (position, slot) in enumerate(zip(self.positions, self.slots, strict=True)):
+        for row, (position, batch_index) in enumerate(zip(self.positions, self.batch_indices, strict=True)):
             first = max(position - window + 1, 0) if window else 0
             at = np.arange(first, position + 1)
-            blocks = torch.from_numpy(self.tables[slot, at // block_size]).long()
+            blocks = torch.from_numpy(self.tables[batch_index, at // block_size]).long()
             seen = layer[blocks, :, :, torch.from_numpy(at % block_size)]  # [keys, 2, K, D]
             keys, values = seen.permute(1, 2, 0, 3)
             scores = q[row].view(num_kv_heads, -1, head_size) @ keys.mT * scale
@@ -126,22 +126,22 @@ def make_step(shape: Shape, company: Company, seed: int, dtype: torch.dtype = to
     needs = [-(-end // block_size) for end in ends]
     free = list(range(1, sum(needs) + 2))
     rng.shuffle(free)
-    slots = rng.sample(range(len(ends) + 2), len(ends))
+    batch_indices = rng.sample(range(len(ends) + 2), len(ends))
     tables = np.zeros((len(ends) + 2, max(needs) + 1), np.int32)  # what is beyond a sequence is the null block
     common = [free.pop() for _ in range(shared)]
-    for number, (slot, need) in enumerate(zip(slots, needs, strict=True)):
+    for number, (batch_index, need) in enumerate(zip(batch_indices, needs, strict=True)):
         own = common if number < num_siblings else []
-        tables[slot, :need] = own + [free.pop() for _ in range(need - len(own))]
-    decodes = np.array(list(zip(starts, slots, strict=False)), np.int32).reshape(-1, 2)
+        tables[batch_index, :need] = own + [free.pop() for _ in range(need - len(own))]
+    decodes = np.array(list(zip(starts, batch_indices, strict=False)), np.int32).reshape(-1, 2)
     siblings: list[Siblings] = []
     if len(decodes) > 1 and (order := order_decodes(tables[decodes[:, 1], 0])) is not None:
         decodes = decodes[order]
         siblings = find_siblings(tables, decodes[:, 1], decodes[:, 0], block_size)
     positions, rows, prompts = decodes[:, 0].tolist(), decodes[:, 1].tolist(), []
-    for (start, length), slot in zip(company.prompts, slots[len(starts) :], strict=True):
-        prompts.append(Prompt(len(rows), length, start, slot))
+    for (start, length), batch_index in zip(company.prompts, batch_indices[len(starts) :], strict=True):
+        prompts.append(Prompt(len(rows), length, start, batch_index))
         positions += range(start, start + length)
-        rows += [slot] * length
+        rows += [batch_index] * length
     num_heads, num_kv_heads, head_size, _ = shape
     wide_rows = rows_per_item(tilings(head_size, dtype.itemsize)[1], num_heads // num_kv_heads)
     sizes = Sizes(num_kv_heads, block_size, wide_rows, company.target, company.target, NUM_PARTS)
@@ -149,8 +149,8 @@ def make_step(shape: Shape, company: Company, seed: int, dtype: torch.dtype = to
     layer = torch.randn(sum(needs) + 2, 2, num_kv_heads, block_size, head_size, generator=generator)
     # The null block and what is left of the last ones: stale numbers, large, that nobody may see.
     layer[0] = 1e4
-    for slot, end in zip(slots, ends, strict=True):
-        layer[tables[slot, (end - 1) // block_size], :, :, (end - 1) % block_size + 1 :] = -1e4
+    for batch_index, end in zip(batch_indices, ends, strict=True):
+        layer[tables[batch_index, (end - 1) // block_size], :, :, (end - 1) % block_size + 1 :] = -1e4
     return Step(
         shape,
         (torch.randn(len(rows), num_heads, head_size, generator=generator) * 2).to(DEVICE, dtype),

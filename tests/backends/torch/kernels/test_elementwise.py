@@ -129,10 +129,10 @@ def test_embed(size: int, dtype: torch.dtype) -> None:
     embedding = randn(50, size, dtype=dtype)
     last_samples = torch.tensor([7, 8, 49, 10], dtype=torch.int32, device=DEVICE)
     tokens = torch.tensor([3, -1, 49, -1, 0, -1, 12], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([1, 2, 0, 0, 3, -1, -1], dtype=torch.int32, device=DEVICE)
-    resolved = [3, 49, 49, 7, 0, 0, 0]  # rows without a slot are padding: token 0
-    assert torch.equal(embed(tokens, slots, last_samples, embedding, 1.0), embedding[resolved])
-    assert_rounded(embed(tokens, slots, last_samples, embedding, 33.75), embedding[resolved].double() * 33.75)
+    batch_indices = torch.tensor([1, 2, 0, 0, 3, -1, -1], dtype=torch.int32, device=DEVICE)
+    resolved = [3, 49, 49, 7, 0, 0, 0]  # rows without a batch index are padding: token 0
+    assert torch.equal(embed(tokens, batch_indices, last_samples, embedding, 1.0), embedding[resolved])
+    assert_rounded(embed(tokens, batch_indices, last_samples, embedding, 33.75), embedding[resolved].double() * 33.75)
 
 
 def test_embed_of_rows_beyond_32_bits() -> None:

@@ -32,7 +32,7 @@ SHAPES = [  # H, K, D, R, block size
 class Case:
     qkv: Tensor  # [T, (H + 2K) * D]
     positions: Tensor
-    slots: Tensor
+    batch_indices: Tensor
     tables: Tensor
     cosines: Tensor
     sines: Tensor
@@ -42,7 +42,7 @@ class Case:
 
     def run(self, num_heads: int, *, rounds_first: bool = False) -> Tensor:
         return rope_store(
-            self.qkv, self.positions, self.slots, self.tables, self.cosines, self.sines, self.layer, num_heads,
+            self.qkv, self.positions, self.batch_indices, self.tables, self.cosines, self.sines, self.layer, num_heads,
             self.q_norm, self.k_norm, EPS, rounds_first=rounds_first,
         )  # fmt: skip
 
@@ -52,18 +52,18 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> 
     torch.manual_seed(sum(shape))
     max_model_len = MAX_BLOCKS * block_size
     tables = torch.randperm(NUM_BLOCKS)[: NUM_SLOTS * MAX_BLOCKS].view(NUM_SLOTS, MAX_BLOCKS)
-    # Rows of all slots mixed, no place twice, the last position of all included; then padding rows of wild positions.
+    # Rows of all batch indices mixed, no place twice, the last position included; then padding rows of wild positions.
     places = torch.cat(
         (torch.randperm(NUM_SLOTS * max_model_len - 1)[:3], torch.tensor([NUM_SLOTS * max_model_len - 1]))
     )
-    slots = torch.cat((places // max_model_len, torch.tensor([-1, -1])))
+    batch_indices = torch.cat((places // max_model_len, torch.tensor([-1, -1])))
     positions = torch.cat((places % max_model_len, torch.tensor([0, 2**30])))
     angles = torch.rand(max_model_len, rotary_size // 2) * 7
     q_norm, k_norm = torch.randn(2, head_size).to(DEVICE)
     return Case(
-        qkv=(torch.randn(len(slots), (num_heads + 2 * num_kv_heads) * head_size) * 2).to(DEVICE, dtype),
+        qkv=(torch.randn(len(batch_indices), (num_heads + 2 * num_kv_heads) * head_size) * 2).to(DEVICE, dtype),
         positions=positions.to(DEVICE, torch.int32),
-        slots=slots.to(DEVICE, torch.int32),
+        batch_indices=batch_indices.to(DEVICE, torch.int32),
         tables=tables.to(DEVICE, torch.int32),
         cosines=(angles.cos() * 1.2).to(DEVICE),  # as with an attention factor
         sines=(angles.sin() * 1.2).to(DEVICE),
@@ -106,13 +106,13 @@ def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool,
     assert q.shape == (6, num_heads, head_size)
     assert q.dtype == dtype
 
-    is_real = case.slots >= 0
-    positions, slots = case.positions[is_real].long(), case.slots[is_real].long()
-    heads = case.qkv[is_real].view(len(slots), -1, head_size)
+    is_real = case.batch_indices >= 0
+    positions, batch_indices = case.positions[is_real].long(), case.batch_indices[is_real].long()
+    heads = case.qkv[is_real].view(len(batch_indices), -1, head_size)
     queries, keys, values = heads.tensor_split((num_heads, num_heads + num_kv_heads), 1)
     cosines, sines = case.cosines[positions], case.sines[positions]
     assert_near(q[is_real], rotated(normed(queries, case.q_norm), cosines, sines))
-    blocks, offsets = case.tables[slots, positions // block_size].long(), positions % block_size
+    blocks, offsets = case.tables[batch_indices, positions // block_size].long(), positions % block_size
     assert_near(case.layer[blocks, 0, :, offsets], rotated(normed(keys, case.k_norm), cosines, sines))
     assert torch.equal(case.layer[blocks, 1, :, offsets], values)
     # Nothing else was written: neither by these rows nor by the padding.
@@ -127,7 +127,7 @@ def unrotated(weight: float, *, rounds_first: bool) -> tuple[Tensor, Tensor]:
     case.cosines.fill_(1.0)
     case.sines.fill_(0.0)
     case.q_norm = case.k_norm = torch.full((head_size,), weight, device=DEVICE)
-    rows = case.slots >= 0
+    rows = case.batch_indices >= 0
     queries = case.qkv[rows].view(int(rows.sum()), -1, head_size)[:, :num_heads]
     return case.run(num_heads, rounds_first=rounds_first)[rows], normed(queries, case.q_norm)
 
@@ -148,7 +148,7 @@ def test_a_norm_is_rounded_as_its_family_does(rounds_first: bool, num_roundings:
 def test_a_batch_of_padding_writes_nothing() -> None:
     case = random_case(SHAPES[0], torch.float32, True)
     before = case.layer.clone()
-    case.slots.fill_(-1)
+    case.batch_indices.fill_(-1)
     case.run(16)
     assert torch.equal(case.layer, before)
 
@@ -157,7 +157,7 @@ def test_a_batch_of_padding_writes_nothing() -> None:
 def test_it_rotates_as_the_reference(rotary_size: int) -> None:
     num_heads, num_kv_heads, head_size, block_size = 6, 2, 64, 16
     case = random_case((num_heads, num_kv_heads, head_size, rotary_size, block_size), torch.float32, False)
-    case.slots, case.positions = case.slots[:4], case.positions[:4]
+    case.batch_indices, case.positions = case.batch_indices[:4], case.positions[:4]
     case.qkv = case.qkv[:4]
     spec = RopeSpec(10_000.0, rotary_size, attention_factor=1.1)
     max_model_len = MAX_BLOCKS * block_size
@@ -168,10 +168,10 @@ def test_it_rotates_as_the_reference(rotary_size: int) -> None:
 
     rotary = Rotary(spec, max_model_len, head_size, torch.device(DEVICE))
     heads = (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
-    positions, slots = case.positions.long(), case.slots.long()
+    positions, batch_indices = case.positions.long(), case.batch_indices.long()
     expected = rotary.angles(positions, torch.float32, *heads).rotate(case.qkv.view(4, -1, head_size))
     torch.testing.assert_close(q, expected[:, :num_heads], rtol=1e-5, atol=1e-5)
-    stored = case.layer[case.tables[slots, positions // block_size].long(), :, :, positions % block_size]
+    stored = case.layer[case.tables[batch_indices, positions // block_size].long(), :, :, positions % block_size]
     torch.testing.assert_close(stored.flatten(1, 2), expected[:, num_heads:], rtol=1e-5, atol=1e-5)
 
 
@@ -183,7 +183,7 @@ def test_blocks_beyond_32_bits() -> None:
     case = random_case((8, num_kv_heads, head_size, head_size, block_size), torch.bfloat16, False)
     case.layer = layer
     case.tables.fill_(num_blocks - 1)
-    case.slots, case.positions, case.qkv = case.slots[:1], case.positions[:1], case.qkv[:1]
+    case.batch_indices, case.positions, case.qkv = case.batch_indices[:1], case.positions[:1], case.qkv[:1]
     case.run(8)
     stored = layer[num_blocks - 1, 1, :, int(case.positions[0]) % block_size]
     assert torch.equal(stored, case.qkv.view(-1, head_size)[-num_kv_heads:])

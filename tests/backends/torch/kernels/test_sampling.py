@@ -45,7 +45,7 @@ def run(
     last_tokens: Sequence[int] | None = None,
     draws: Sequence[float] | None = None,
 ) -> Outcome:
-    """As the runner calls it, with rows in their slots. `draws` in place of the requests' own numbers."""
+    """As the runner calls it, with rows in their batch indices. `draws` in place of the requests' own numbers."""
     max_num_seqs = max(MAX_SEQS, len(rows))
     if sampler is None:
         sampler = DeviceSampler(logits.shape[1], max_num_seqs, torch.device(DEVICE))
@@ -61,7 +61,7 @@ def run(
         rows,
         wishes,
         torch.from_numpy(params).to(DEVICE),
-        torch.tensor([piece.slot for piece in rows], dtype=torch.int32, device=DEVICE),
+        torch.tensor([piece.batch_index for piece in rows], dtype=torch.int32, device=DEVICE),
         torch.tensor(last, dtype=torch.int32, device=DEVICE),
         last_samples,
         masks,
@@ -134,26 +134,28 @@ def random_params(rng: Random, vocab_size: int) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def random_row(rng: Random, vocab_size: int, slot: int) -> SeqSlice:
+def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
     tokens = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 12))]
     num_prompt = rng.randrange(1, len(tokens) + 1)
-    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], slot)
+    return row(random_params(rng, vocab_size), tokens[:num_prompt], tokens[num_prompt:], batch_index)
 
 
 def random_mask(rng: Random, vocab_size: int) -> bytes:
     return rng.randbytes(-(-vocab_size // 8))
 
 
-def settled_rows(rng: Random, logits: Tensor, slots: Sequence[int], masks: Mapping[int, bytes]) -> list[SeqSlice]:
+def settled_rows(
+    rng: Random, logits: Tensor, batch_indices: Sequence[int], masks: Mapping[int, bytes]
+) -> list[SeqSlice]:
     """Random ones, drawn again where a decision is too close."""
 
-    def drawn(values: Tensor, slot: int) -> Iterator[SeqSlice]:
+    def drawn(values: Tensor, batch_index: int) -> Iterator[SeqSlice]:
         for _ in range(50):
-            piece = random_row(rng, len(values), slot)
-            if is_settled(values, piece, masks.get(slot)):
+            piece = random_row(rng, len(values), batch_index)
+            if is_settled(values, piece, masks.get(batch_index)):
                 yield piece
 
-    return [next(drawn(logits[index].float(), slot)) for index, slot in enumerate(slots)]
+    return [next(drawn(logits[index].float(), batch_index)) for index, batch_index in enumerate(batch_indices)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,13 +167,13 @@ def test_a_mixed_batch_follows_the_reference(vocab_size: int, dtype: torch.dtype
         num_rows = 1 + batch * 15 % 16
         logits = (torch.randn(num_rows, vocab_size) * rng.choice([0.3, 3.0])).to(dtype)
         logits[torch.rand_like(logits, dtype=torch.float32) < 0.01] = -INF
-        slots = rng.sample(range(MAX_SEQS), num_rows)
-        masks = {slot: random_mask(rng, vocab_size) for slot in slots if rng.random() < 0.2}
-        rows = settled_rows(rng, logits, slots, masks)
+        batch_indices = rng.sample(range(MAX_SEQS), num_rows)
+        masks = {batch_index: random_mask(rng, vocab_size) for batch_index in batch_indices if rng.random() < 0.2}
+        rows = settled_rows(rng, logits, batch_indices, masks)
         found = run(logits, rows, masks)
         assert found.tokens == reference(logits, rows, masks)
         assert not any(found.flags)
-        assert [found.last_samples[slot] for slot in slots] == found.tokens
+        assert [found.last_samples[batch_index] for batch_index in batch_indices] == found.tokens
         assert sum(token == -5 for token in found.last_samples) == MAX_SEQS - num_rows
 
 
@@ -180,8 +182,8 @@ def test_masks_where_nothing_else_is_asked_for(fields: dict[str, Any]) -> None:
     rng = Random(9)
     torch.manual_seed(9)
     logits = torch.randn(7, 2500) * 3
-    rows = [row(SamplingParams(seed=slot, **fields), [1, 2], [3], slot) for slot in range(7)]
-    masks = {slot: random_mask(rng, 2500) for slot in (0, 2, 5)}
+    rows = [row(SamplingParams(seed=batch_index, **fields), [1, 2], [3], batch_index) for batch_index in range(7)]
+    masks = {batch_index: random_mask(rng, 2500) for batch_index in (0, 2, 5)}
     found = run(logits, rows, masks)
     assert found.tokens == reference(logits, rows, masks)
     assert found.tokens != reference(logits, rows)
@@ -193,7 +195,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rng = Random(5)
     torch.manual_seed(5)
     logits = torch.randn(8, 2500).bfloat16()
-    rows = [random_row(rng, 2500, slot) for slot in range(8)]
+    rows = [random_row(rng, 2500, batch_index) for batch_index in range(8)]
     masks = {3: random_mask(rng, 2500), 7: random_mask(rng, 2500)}
     together = run(logits, rows, masks).tokens
     assert together == [run(logits[i : i + 1], rows[i : i + 1], masks).tokens[0] for i in range(8)]
@@ -220,7 +222,7 @@ def test_equal_logits(fields: dict[str, Any]) -> None:
     logits = (torch.randn(1, 9100) * 2).round()
     logits[0, :500] = -INF
     fields = {"temperature": 0.7, **fields}
-    rows = [row(SamplingParams(seed=seed, **fields), [1, 2], slot=seed) for seed in range(40)]
+    rows = [row(SamplingParams(seed=seed, **fields), [1, 2], batch_index=seed) for seed in range(40)]
     rows = [piece for piece in rows if is_settled(logits[0], piece, None)][:NUM_EQUAL]
     logits = logits.expand(len(rows), -1).clone()
     assert len(rows) == NUM_EQUAL
@@ -232,7 +234,10 @@ def test_the_first_of_the_largest_is_taken() -> None:
     for places in ([7, 6000], [2047, 2048], [2048, 4096], [4999]):
         logits = torch.zeros(2, 7000, dtype=torch.bfloat16)
         logits[:, places] = 1.0
-        rows = [row(SamplingParams(temperature=0), [1], slot=0), row(SamplingParams(top_k=1, top_p=0.1), [1], slot=1)]
+        rows = [
+            row(SamplingParams(temperature=0), [1], batch_index=0),
+            row(SamplingParams(top_k=1, top_p=0.1), [1], batch_index=1),
+        ]
         assert run(logits, rows, draws=[0.0, 0.0]).tokens == [places[0]] * 2
         assert run(logits, rows, draws=[1.0, 1.0]).tokens == [places[0], places[-1]]
 
@@ -244,9 +249,9 @@ def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
     """A draw that rounds to 1 takes the last token that has any weight, and 0 takes the first."""
     logits = torch.full((2, 5000), -INF, dtype=torch.bfloat16)
     logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]).bfloat16()
-    rows = [row(SamplingParams(**fields), [1], slot=slot) for slot in range(2)]
+    rows = [row(SamplingParams(**fields), [1], batch_index=batch_index) for batch_index in range(2)]
     assert run(logits, rows, draws=[0.0, 1.0]).tokens == [11, 4501]
-    weak = [row(SamplingParams(temperature=1e-3, **fields), [1], slot=slot) for slot in range(2)]
+    weak = [row(SamplingParams(temperature=1e-3, **fields), [1], batch_index=batch_index) for batch_index in range(2)]
     assert run(logits, weak, draws=[0.0, 1.0]).tokens == [2040, 2040]
 
 
@@ -258,7 +263,7 @@ def test_shares_of_the_draws() -> None:
     choices: list[dict[str, Any]] = [{}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}]
     for fields in choices:
         params = SamplingParams(**fields)
-        rows = [row(params, [1], slot=slot) for slot in range(NUM_DRAWS)]
+        rows = [row(params, [1], batch_index=batch_index) for batch_index in range(NUM_DRAWS)]
         draws = [(index + 0.5) / NUM_DRAWS for index in range(NUM_DRAWS)]
         tokens = run(logits.expand(NUM_DRAWS, -1), rows, draws=draws).tokens
         shares = torch.softmax(logits[0].double() / params.temperature, 0)
@@ -281,8 +286,10 @@ def test_broken_and_blocked_rows_are_marked_alone() -> None:
     logits[7] = math.nan
     many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
     fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many]
-    rows = [row(SamplingParams(seed=1, **one), [1, 2], slot=slot) for slot, one in enumerate(fields)]
-    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], slot=8)
+    rows = [
+        row(SamplingParams(seed=1, **one), [1, 2], batch_index=batch_index) for batch_index, one in enumerate(fields)
+    ]
+    rows[8] = row(SamplingParams(min_tokens=3, stop_token_ids=(5,), **many), [1, 2], batch_index=8)
     only_five = bytearray(513)
     only_five[0] = 1 << 5
     masks = {4: bytes(513), 5: bytes(513), 6: bytes(513), 8: bytes(only_five)}
@@ -298,7 +305,7 @@ def test_masks_allow_what_they_say() -> None:
     vocab_size = 2061  # the last byte of a mask is not whole
     torch.manual_seed(9)
     logits = torch.randn(20, vocab_size).bfloat16()
-    rows = [row(SamplingParams(temperature=0), [1], slot=39 - index) for index in range(20)]
+    rows = [row(SamplingParams(temperature=0), [1], batch_index=39 - index) for index in range(20)]
     masks = {39 - index: random_mask(rng, vocab_size) for index in range(0, 20, 2)} | {0: bytes(258)}
     found = run(logits, rows, masks).tokens
     for index, token in enumerate(found):
@@ -312,7 +319,7 @@ class Talk(NamedTuple):
 
     request_id: int
     epoch: int
-    slot: int
+    batch_index: int
     prompt: list[int]
     answer: list[int]
     params: SamplingParams
@@ -323,8 +330,8 @@ class Talk(NamedTuple):
         length = 1 if self.answer else len(tokens)
         known = tokens[: len(tokens) - min(num_hidden, len(self.answer))]
         return SeqSlice(
-            self.request_id, self.epoch, self.slot, (), len(tokens) - length, length, [1], known, True, self.params,
-            len(self.prompt),
+            self.request_id, self.epoch, self.batch_index, (), len(tokens) - length, length, [1], known, True,
+            self.params, len(self.prompt),
         )  # fmt: skip
 
 
@@ -336,9 +343,9 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
     logits = torch.randn(1, vocab_size)  # the same in every step: only the counts make the tokens differ
     best = logits[0].topk(8).indices.tolist()
 
-    def talk(request_id: int, slot: int, epoch: int = 0, **fields: float) -> Talk:
+    def talk(request_id: int, batch_index: int, epoch: int = 0, **fields: float) -> Talk:
         params = SamplingParams(temperature=0, **fields)  # type: ignore[arg-type]
-        return Talk(request_id, epoch, slot, [*rng.sample(best[1:], 3), *best[:1] * 4], [], params)
+        return Talk(request_id, epoch, batch_index, [*rng.sample(best[1:], 3), *best[:1] * 4], [], params)
 
     talks = [
         talk(1, 3, frequency_penalty=0.4),
@@ -348,7 +355,9 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
     ]
     said = set()
     for step in range(9):
-        if step == 4:  # slots go to other requests, one of them untold, and a request comes back after a preemption
+        if (
+            step == 4
+        ):  # batch indices go to other requests, one of them untold, and a request comes back after a preemption
             sampler.release([3])
             penalties.release(3)
             talks[0] = talk(9, 3, frequency_penalty=0.4)
@@ -370,10 +379,10 @@ def test_logprobs_are_the_models_own() -> None:
     torch.manual_seed(3)
     logits = torch.randn(4, 2100)
     rows = [
-        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], slot=4),
-        row(SamplingParams(temperature=0), [1, 2], slot=1),
-        row(SamplingParams(temperature=0, logprobs=0), [1, 2], slot=2),
-        row(SamplingParams(seed=8, logprobs=5, top_k=3), [1, 2], slot=0),
+        row(SamplingParams(temperature=0, logprobs=2, logit_bias={7: 100.0}), [1, 2], batch_index=4),
+        row(SamplingParams(temperature=0), [1, 2], batch_index=1),
+        row(SamplingParams(temperature=0, logprobs=0), [1, 2], batch_index=2),
+        row(SamplingParams(seed=8, logprobs=5, top_k=3), [1, 2], batch_index=0),
     ]
     for dtype in (torch.float32, torch.bfloat16):
         raw = logits.to(dtype)
@@ -413,13 +422,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_what_the_host_tells() -> None:
     rows = [
-        row(SamplingParams(seed=-3, sample_index=2), [1, 2, 3], [4], slot=0),
-        row(SamplingParams(temperature=1e-5, top_p=0.5, logprobs=0), [1], slot=1),
-        row(SamplingParams(temperature=0.5, top_k=2**32 - 1, top_p=0.25, min_p=0.125), [1], slot=2),
-        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2], slot=3),
-        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2, 2], slot=4),
-        row(SamplingParams(logit_bias={1: 2.0}), [1], slot=5),
-        row(SamplingParams(presence_penalty=1.0, logprobs=3), [1], slot=6),
+        row(SamplingParams(seed=-3, sample_index=2), [1, 2, 3], [4], batch_index=0),
+        row(SamplingParams(temperature=1e-5, top_p=0.5, logprobs=0), [1], batch_index=1),
+        row(SamplingParams(temperature=0.5, top_k=2**32 - 1, top_p=0.25, min_p=0.125), [1], batch_index=2),
+        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2], batch_index=3),
+        row(SamplingParams(min_tokens=2, stop_token_ids=(9,)), [1], [2, 2], batch_index=4),
+        row(SamplingParams(logit_bias={1: 2.0}), [1], batch_index=5),
+        row(SamplingParams(presence_penalty=1.0, logprobs=3), [1], batch_index=6),
     ]
     out = np.full((9, NUM_PARAMS), 77, np.float32)
     assert fill_params(out, rows) == Wishes(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
@@ -433,7 +442,10 @@ def test_what_the_host_tells() -> None:
 def test_kernels_are_prepared_once() -> None:
     sampler = DeviceSampler(3000, MAX_SEQS, torch.device(DEVICE))
     logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rows = [row(SamplingParams(temperature=0, presence_penalty=1.0), [1], slot=0), row(SamplingParams(), [1], slot=1)]
+    rows = [
+        row(SamplingParams(temperature=0, presence_penalty=1.0), [1], batch_index=0),
+        row(SamplingParams(), [1], batch_index=1),
+    ]
     before = run(logits, rows).tokens
     num_prepared = 0
     while sampler.prepare(torch.bfloat16):
@@ -448,7 +460,9 @@ def test_biases_are_those_of_the_request_that_has_the_slot() -> None:
 
     edits = _Edits()
     first = piece(3, logit_bias={7: 1.0, 9: -2.0}, min_tokens=2, stop_token_ids=(4,), max_tokens=9)
-    places, tokens, values = edits.join([first, first._replace(slot=0, sampling=SamplingParams(logit_bias={1: 3.0}))])
+    places, tokens, values = edits.join(
+        [first, first._replace(batch_index=0, sampling=SamplingParams(logit_bias={1: 3.0}))]
+    )
     assert places.tolist() == [0, 0, 0, 1]
     assert tokens.tolist() == [7, 9, 4, 1]
     assert values.tolist() == [1.0, -2.0, float("-inf"), 3.0]
