@@ -129,7 +129,7 @@ class DeviceSampler:
 
         logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, batch_indices [S],
         last_tokens [S] (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32:
-        all on the device. Logprobs are on their way to the host, and may be read once the device has come past this point.
+        all on the device. Logprobs are copied to the host asynchronously; wait for this step before reading them.
         """
         masks = masks or {}
         masked = [row for row, piece in enumerate(rows) if piece.batch_index in masks] if masks else []
