@@ -22,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
 # Hundreds of processes start here: what they import is compiled once, whatever this shell thinks of that.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ["QUIRE_STATE_DIR"] = "none"  # nor are stored files and batches
 os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
 
 # A shell that runs the tests in the background tells them to ignore ^C, and their children inherit that.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -44,9 +44,15 @@ class Key:
     is_admin: bool = False
     limits: Limits = field(default_factory=Limits)
     namespace: str = ""  # part of every chain key: who has another one shares no cache
+    identity: str = ""  # of keys that have only a number for a name, which may be another key's after a restart
 
     def priority(self, wish: Priority | None) -> Priority:
         return self.tier if wish is None else max(self.ceiling, wish)
+
+    @property
+    def owner(self) -> str:
+        """The name that stored files and batches have their owner under."""
+        return self.identity or self.name
 
 
 # Whoever reaches a server without keys: it listens on this machine only, and its user may do everything.
@@ -85,6 +91,11 @@ class KeyRing:
                 found = key
         return found
 
+    def find_owner(self, owner: str) -> Key | None:
+        """The key that stored something under this name, if it is still in use."""
+        keys = [key for _, key in self._keys] if self._keys else [LOCAL]
+        return next((key for key in keys if key.owner == owner), None)
+
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """The keys a request brings: `Authorization: Bearer KEY` (OpenAI) and `x-api-key: KEY` (Anthropic). Clients may
@@ -119,7 +130,8 @@ def make_keyring(
     keys: list[tuple[str, Key]] = []
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
-            keys.append((secret, _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)))
+            key = _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)
+            keys.append((secret, replace(key, identity=f"{prefix}:{_digest(secret).hex()[:16]}")))
     for entry in _read(path).keys if path is not None else ():
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)

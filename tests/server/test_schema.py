@@ -81,6 +81,7 @@ class Row:
     streams: bool = False
     tag: str = "server"
     query: type[msgspec.Struct] | None = None
+    form: type[msgspec.Struct] | None = None
 
 
 ROWS = (
