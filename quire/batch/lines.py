@@ -114,16 +114,16 @@ class LineParser:
         """Of a bare string, {"prompt": "..."} or {"messages": [...]}; other fields of the object are kept."""
         given = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(given, dict):
-            raise _Wrong(f"is a JSON {_kind(value)}, not an object or a string")
+            raise _Wrong(f"a JSON {_kind(value)}, not an object or a string")
         body = {name: one for name, one in given.items() if name not in ("custom_id", "prompt", "messages")}
         if ("prompt" in given) == ("messages" in given):
-            text = "has neither prompt nor messages" if "prompt" not in given else "has both prompt and messages"
+            text = "neither prompt nor messages" if "prompt" not in given else "both prompt and messages"
             raise _Wrong(f"{text}: give one of them, or a request with url and body", "prompt")
         messages = given.get("messages")
         if messages is None:
             prompt = given.get("prompt")
             if not isinstance(prompt, str) or not prompt.strip():
-                raise _Wrong(f"prompt = {prompt!r:.80} is not a text that is not empty", "prompt")
+                raise _Wrong(f"prompt = {prompt!r:.80} is not a text, or is empty", "prompt")
             messages = [{"role": "user", "content": prompt}]
         if not isinstance(messages, list) or not messages:
             raise _Wrong(f"messages = {messages!r:.80} is not a list of messages", "messages")
@@ -146,22 +146,22 @@ class LineParser:
         try:
             return json.dumps(body, separators=(",", ":")).encode()
         except RecursionError:
-            raise _Wrong("is nested too deeply", code="invalid_json_line") from None
+            raise _Wrong("nested too deeply", code="invalid_json_line") from None
 
 
 def _decode(data: bytes | None) -> Any:
     if data is None:
-        raise _Wrong(f"is longer than {MAX_LINE_BYTES} bytes", code="line_too_long")
+        raise _Wrong(f"longer than {MAX_LINE_BYTES} bytes", code="line_too_long")
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise _Wrong(f"is not UTF-8: {error.reason} at byte {error.start}", code="invalid_json_line") from None
+        raise _Wrong(f"not UTF-8: {error.reason} at byte {error.start}", code="invalid_json_line") from None
     except json.JSONDecodeError as error:
-        raise _Wrong(f"is not JSON: {error.msg} at character {error.pos + 1}", code="invalid_json_line") from None
+        raise _Wrong(f"not JSON: {error.msg} at character {error.pos + 1}", code="invalid_json_line") from None
     except RecursionError:
-        raise _Wrong("is nested too deeply", code="invalid_json_line") from None
+        raise _Wrong("nested too deeply", code="invalid_json_line") from None
     except ValueError as error:  # a constant, or a number of thousands of digits
-        raise _Wrong(f"is not JSON: {error}"[:200], code="invalid_json_line") from None
+        raise _Wrong(f"not JSON: {error}"[:200], code="invalid_json_line") from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -170,7 +170,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _openai_request(value: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(value, dict):
-        raise _Wrong(f"is a JSON {_kind(value)}, not an object with custom_id, method, url and body")
+        raise _Wrong(f"a JSON {_kind(value)}, not an object with custom_id, method, url and body")
     if "custom_id" not in value:
         raise _Wrong("custom_id is missing", "custom_id", "missing_required_parameter")
     for name, kind in (("method", str), ("url", str), ("body", dict)):

@@ -17,6 +17,10 @@ class UniqueIds:
     def __len__(self) -> int:
         return self._num_ids
 
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.itemsize * len(self._slots)
+
     def add(self, text: str) -> bool:
         """Add a string. False: it was there already."""
         digest = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") or 1

@@ -150,7 +150,10 @@ class BatchService:
     async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
         try:
             while queue:
-                await self._run(queue[0])
+                try:
+                    await self._run(queue[0])
+                except Exception:  # a disk that is full; the next start continues
+                    log.exception("%s could not be ended", queue[0].batch.id)
                 queue.popleft()
         finally:
             del self._tasks[owner], self._queues[owner]
@@ -177,11 +180,11 @@ class BatchService:
         elif error is not None:
             status = "failed"
             self._note_failure(batch, error)
-        elif batch.status == "failed":
-            status = "failed"
         await self._finalize(stored, status)
 
     def _note_failure(self, batch: BatchObject, error: BaseException) -> None:
+        if isinstance(error, _NoRequests):
+            return
         if not isinstance(error, _Failed):
             log.error("%s failed", batch.id, exc_info=error)
         message = str(error) if isinstance(error, _Failed) else "the server failed; its log has the reason"
@@ -211,8 +214,7 @@ class BatchService:
         if not num_valid:
             if not errors:
                 batch.errors = BatchErrors([BatchError("empty_file", "the input file has no lines")])
-            batch.status = "failed"
-            return
+            raise _NoRequests
         batch.status, batch.in_progress_at = "in_progress", int(time.time())
         await self.store.save_batch(stored)
 
@@ -256,9 +258,8 @@ class BatchService:
             if ids[kind] is None and path.is_file() and path.stat().st_size:
                 ids[kind] = new_file("", 0, "batch_output", 0).id
         if status == "completed":
-            batch.status = "finalizing"
+            batch.status, batch.finalizing_at = "finalizing", int(time.time())
         batch.output_file_id, batch.error_file_id = ids["out"], ids["err"]
-        batch.finalizing_at = int(time.time())
         await self.store.save_batch(stored)
         for kind, path in paths.items():
             if (file_id := ids[kind]) is not None:
@@ -271,6 +272,10 @@ class BatchService:
         await self.store.save_batch(stored)
         counts = batch.request_counts
         log.info("%s %s: %d of %d lines, %d failed", batch.id, status, counts.completed, counts.total, counts.failed)
+
+
+class _NoRequests(Exception):
+    """No line of the input is valid. The errors of the lines are listed in the batch."""
 
 
 class _Failed(Exception):

@@ -58,7 +58,7 @@ class FilesQuery(msgspec.Struct, frozen=True):
     after: Annotated[_Id | None, Meta(description="List the files that follow this one.")] = None
     limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_FILES)] = MAX_LISTED_FILES
     order: Literal["asc", "desc"] = "desc"
-    purpose: Annotated[str | None, Meta(max_length=64, description="Only files of this purpose.")] = None
+    purpose: Annotated[_Id | None, Meta(description="Only files of this purpose.")] = None
 
 
 class BatchesQuery(msgspec.Struct, frozen=True):
