@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 from quire.batch.lines import BatchRequest, InvalidLine
 from quire.errors import InvalidRequest
 
+# Line ends of Unicode, which some readers of lines take for such. In JSON they stand in strings only.
+_LINE_ENDS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
 _ID = re.compile(r"batch_req_(?:[0-9a-f]+_)?([1-9][0-9]{0,8})")
 
 
@@ -58,6 +60,8 @@ def result_line(result: Result, batch_id: str = "") -> bytes:
     body = reply.body.strip()
     if b"\n" in body or b"\r" in body:
         body = json.dumps(json.loads(body)).encode()
+    for data, escaped in _LINE_ENDS:
+        body = body.replace(data, escaped)
     head = _encode({"id": result_id(line.number, batch_id), "custom_id": line.custom_id})
     response = _encode({"status_code": reply.status, "request_id": reply.request_id})
     return b'%b,"response":%b,"body":%b},"error":null}\n' % (head[:-1], response[:-1], body)

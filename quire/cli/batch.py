@@ -160,7 +160,7 @@ class _Run:
         self._retry = retry
         self._is_quiet = is_quiet
         self._scan = ResultScan()
-        self._file = ResultFile(sys.stdout.buffer)
+        self._file: ResultFile  # while the output is open
         self._progress = BatchProgress(None, 0)
         self._total: int | None = None
 
@@ -168,6 +168,7 @@ class _Run:
     def opened(self, *, is_overwriting: bool, is_retrying: bool) -> Iterator[None]:
         """With the output file held for this process."""
         if self._output is None:
+            self._file = ResultFile(sys.stdout.buffer)
             yield
             return
         settings = {

@@ -79,7 +79,12 @@ class BatchClient:
             connection.request("POST", self._parts.path + path, data, self._headers)
         response = connection.getresponse()
         body = response.read(MAX_REPLY_BYTES + 1)
-        if response.will_close or len(body) > MAX_REPLY_BYTES:
+        if len(body) > MAX_REPLY_BYTES:
+            self._drop()
+            return _reply(response, b"more than %d bytes" % MAX_REPLY_BYTES)
+        if response.length:  # `read` returns what came before a connection ended
+            raise http.client.IncompleteRead(body, response.length)
+        if response.will_close:
             self._drop()
         return _reply(response, body)
 
@@ -124,7 +129,7 @@ def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
     else:
         status = response.status
     after = response.headers.get("retry-after", "")
-    may_retry = status in RETRIED and response.headers.get("x-should-retry") != "false"
+    may_retry = response.status in RETRIED and response.headers.get("x-should-retry") != "false"
     return Reply(
         status=status,
         request_id=plain(response.headers.get("x-request-id", "")),

@@ -48,6 +48,10 @@ def test_a_body_with_line_ends_stays_one_line() -> None:
     line = result_line(result(1, body=b'{\n "ok": 1\r\n}\n'))
     assert line.count(b"\n") == 1
     assert json.loads(line)["response"]["body"] == {"ok": 1}
+    text = "a\x85b\u2028c\u2029d"
+    line = result_line(result(1, body=json.dumps({"text": text}, ensure_ascii=False).encode()))
+    assert len(line.decode().splitlines()) == 1
+    assert json.loads(line)["response"]["body"] == {"text": text}
 
 
 def write(path: Path, *results: Result, torn: bytes = b"") -> None:

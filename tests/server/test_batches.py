@@ -50,7 +50,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 
 def upload(client: OpenAI, *lines: str, name: str = "requests.jsonl") -> str:
-    return client.files.create(file=(name, "\n".join(lines).encode()), purpose="batch").id
+    return str(client.files.create(file=(name, "\n".join(lines).encode()), purpose="batch").id)
 
 
 def submit(client: OpenAI, *lines: str, **fields: Any) -> Any:
