@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -230,6 +231,20 @@ def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
     finally:
         terminal.close()
     assert set(read(out)) == {f"p-{number}" for number in range(400)}
+
+
+def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -> None:
+    del default_model  # is here now
+    page = (Path(__file__).parents[2] / "docs/batch.md").read_text()
+    start, show = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[:2]
+    script = f'quire() {{ {sys.executable} -m quire "$@" --threads 1 --kv-memory 64M; }}\n{start}{show}'
+    outcome = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "3 lines: 3 answered, 0 failed" in outcome.stderr
+    assert re.search(r"^line-1 .*Paris", outcome.stdout, re.MULTILINE)
+    assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
 
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(8)]

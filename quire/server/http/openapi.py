@@ -179,6 +179,9 @@ EXAMPLES: Mapping[str, Any] = {
     "tokens": [1, 2, 3],
     "max_tokens": 32,
     "id": "my-system-prompt",
+    "input_file_id": "file-0123456789abcdef01234567",
+    "endpoint": "/v1/chat/completions",
+    "completion_window": "24h",
 }
 
 _INFO = (
