@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from quire.backends.randomness import uniform
-from quire.backends.torch.device_sampling import NUM_PARAMS, DeviceSampler, Wishes, _Edits, fill_params, rank_prompt
+from quire.backends.torch.device_sampling import (
+    NUM_PARAMS,
+    DeviceSampler,
+    SpecialRows,
+    _Edits,
+    fill_params,
+    rank_prompt,
+)
 from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -50,7 +57,7 @@ def run(
     if sampler is None:
         sampler = DeviceSampler(logits.shape[1], max_num_seqs, torch.device(DEVICE))
     params = np.full((len(rows), NUM_PARAMS), 77, np.float32)
-    wishes = fill_params(params, rows)
+    special_rows = fill_params(params, rows)
     if draws is not None:
         params[:, 4] = draws
     last = [piece.history[-1] for piece in rows] if last_tokens is None else last_tokens
@@ -59,7 +66,7 @@ def run(
     logprobs = sampler.sample(
         logits.to(DEVICE),
         rows,
-        wishes,
+        special_rows,
         torch.from_numpy(params).to(DEVICE),
         torch.tensor([piece.batch_index for piece in rows], dtype=torch.int32, device=DEVICE),
         torch.tensor(last, dtype=torch.int32, device=DEVICE),
@@ -431,7 +438,7 @@ def test_what_the_host_tells() -> None:
         row(SamplingParams(presence_penalty=1.0, logprobs=3), [1], batch_index=6),
     ]
     out = np.full((9, NUM_PARAMS), 77, np.float32)
-    assert fill_params(out, rows) == Wishes(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
+    assert fill_params(out, rows) == SpecialRows(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
     assert out[0].tolist() == [1, 0, 0, 1, np.float32(uniform(-3, 2, 4))]
     assert out[1].tolist() == [0, 0, 0, 1, 0]
     assert out[2, :4].tolist() == [0.5, 0.125, 2**32, 0.25]
