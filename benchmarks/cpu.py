@@ -155,10 +155,10 @@ class Contender:
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
-                    said = json.loads(line) if line.startswith("{") else {}
-                    if said.get("event") == cpu_child.FIRST_TOKEN:
+                    message = json.loads(line) if line.startswith("{") else {}
+                    if message.get("event") == cpu_child.FIRST_TOKEN:
                         findings["value"] = 1e3 * (time.perf_counter() - started_s)
-                    findings = {**said.get("findings", {}), **findings}
+                    findings = {**message.get("findings", {}), **findings}
                 child.wait()
             finally:
                 limit.cancel()

@@ -43,8 +43,8 @@ def measure(folder: Path, device: str, max_num_seqs: int, max_model_len: int) ->
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith("{"):
-                    said: dict[str, Any] = json.loads(line)
-                    found |= said.get("values", {}) or {said["what"]: time.perf_counter() - started_s}
+                    message: dict[str, Any] = json.loads(line)
+                    found |= message.get("values", {}) or {message["what"]: time.perf_counter() - started_s}
             child.wait()
         finally:
             limit.cancel()

@@ -61,7 +61,7 @@ class _Ranking(ctypes.Structure):  # quire_ranking in csrc/sampling.h
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens: Ints  # [S]
-    is_broken: Bools  # [S]: the logits of this row were not numbers
+    is_broken: Bools  # [S]: the logits of this row are not finite
     is_blocked: Bools  # [S]: every token of this row was forbidden
     logprobs: Mapping[int, TokenLogprobs]  # by row, for rows that asked for them
 

@@ -30,7 +30,7 @@ class Sampled:
     """Tensors that are still on the device."""
 
     tokens: Tensor  # [S]
-    is_broken: Tensor  # [S]: the logits of this row were not numbers
+    is_broken: Tensor  # [S]: the logits of this row are not finite
     is_blocked: Tensor  # [S]: every token of this row was forbidden
     logprobs: Logprobs | None
 

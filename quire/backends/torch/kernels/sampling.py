@@ -289,9 +289,9 @@ def _change(
         repetition, frequency = tl.load(penalties + place * 3), tl.load(penalties + place * 3 + 1)
         presence = tl.load(penalties + place * 3 + 2)
         count = tl.load(counts + batch_index * vocab_size + column, mask=is_in, other=0)
-        said = (count & (PROMPT - 1)).to(tl.float32)
+        num_answered = (count & (PROMPT - 1)).to(tl.float32)
         repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
-        x = tl.where(count != 0, repeated, x) - frequency * said - tl.where(said > 0.0, presence, 0.0)
+        x = tl.where(count != 0, repeated, x) - frequency * num_answered - tl.where(num_answered > 0.0, presence, 0.0)
     mask = tl.load(masked + place).to(tl.int64)
     if mask >= 0:
         byte = tl.load(masks + mask * mask_bytes + column // 8, mask=is_in, other=0).to(tl.int32)
