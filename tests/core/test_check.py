@@ -297,7 +297,7 @@ def test_an_audit_of_a_long_queue_is_sliced_by_requests() -> None:
         rig.add(number, [number], max_tokens=1)
     assert in_slices(rig.scheduler, 10) >= 500 // 10
     set_waiting("num_planned", 1)(rig.scheduler)
-    with pytest.raises(InvariantViolation, match="waiting but not idle"):
+    with pytest.raises(InvariantViolation, match="waiting requests have the state"):
         in_slices(rig.scheduler, 10)
 
 

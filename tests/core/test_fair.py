@@ -293,9 +293,9 @@ def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
     ("arguments", "message"),
     [
         (("lifo",), "policy = 'lifo' is not one of fair, aging, fcfs"),
-        (("fair", 3.0), "patience = 3.0 means something only under the policy aging"),
-        (("fcfs", None, 0.2), "normal_share = 0.2 means something only under the policy fair"),
-        (("aging", None, None, 0.2), "low_share = 0.2 means something only under the policy fair"),
+        (("fair", 3.0), "patience = 3.0 applies only to the policy aging"),
+        (("fcfs", None, 0.2), "normal_share = 0.2 applies only to the policy fair"),
+        (("aging", None, None, 0.2), "low_share = 0.2 applies only to the policy fair"),
         (("fair", None, 2.0), "normal_share = 2.0 is not a number above 0 and below 1"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.chain import NAMED_AT_ONCE, hash_block_tokens
+from quire.core.chain import KEYS_PER_BATCH, hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.prefix import NO_HIT
 from quire.core.request import Request, SamplingParams
@@ -53,7 +53,7 @@ def test_grow_is_all_or_nothing() -> None:
     request = make_request(2, 40)
     hit = cache.match(request)
     assert ids(hit.blocks) == [1, 2]
-    with pytest.raises(OutOfBlocks, match="5 blocks short"):
+    with pytest.raises(OutOfBlocks, match="5 blocks are missing"):
         cache.grow(request, 40, hit)
     assert request.block_table == []
     assert refs(cache) == [0, 0, 0, 0, 0]
@@ -190,13 +190,13 @@ def test_n_samples_hash_their_prompt_once() -> None:
 def test_blocks_are_named_as_far_as_they_are_looked_for_and_once() -> None:
     digest = CountedDigest()
     cache = KVCacheManager(2000, 4, digest=digest)
-    num_full = 4 * NAMED_AT_ONCE
+    num_full = 4 * KEYS_PER_BATCH
     first = make_request(1, 4 * num_full + 1)
     assert cache.match(first).num_tokens == 0
-    assert digest.num_calls == NAMED_AT_ONCE  # of 256: the first one missed
+    assert digest.num_calls == KEYS_PER_BATCH  # of 256: the first one missed
     for upto in range(64, len(first.tokens), 64):
         compute(cache, first, upto)
-        assert digest.num_calls == max(NAMED_AT_ONCE, upto // 4)  # as it is computed
+        assert digest.num_calls == max(KEYS_PER_BATCH, upto // 4)  # as it is computed
     compute(cache, first)
     cache.release(first)
     assert digest.num_calls == num_full
@@ -204,10 +204,10 @@ def test_blocks_are_named_as_far_as_they_are_looked_for_and_once() -> None:
     digest.num_calls = 0
     half = Request(2, [*range(2 * num_full), *[5] * 2 * num_full])
     assert cache.match(half).num_tokens == 2 * num_full
-    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE
+    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH
     whole = Request(3, first.tokens)
     assert len(cache.match(whole).blocks) == len(cache.match(whole).blocks) == num_full
-    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE + num_full
+    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH + num_full
 
 
 def test_pinning_a_requests_prompt_names_nothing_again() -> None:
@@ -256,7 +256,7 @@ def test_without_caching_nothing_is_found_and_nothing_published() -> None:
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     cache = make_cache(num_blocks=3)
     cache.check_fits(7, 8)
-    with pytest.raises(ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(all the KV pool .* 2 blocks"):
+    with pytest.raises(ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(the whole KV pool: 2 blocks"):
         cache.check_fits(8, 8)
     with pytest.raises(ContextTooLong, match=r"prompt of 8 tokens .* context of 7 tokens$"):
         cache.check_fits(8, 7)

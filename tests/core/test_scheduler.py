@@ -617,7 +617,7 @@ def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
     for _ in range(6):
         rig.step()
     answered = request.output
-    with pytest.raises(InvalidRequest, match="num_output_tokens = 7 is more than the 6"):
+    with pytest.raises(InvalidRequest, match="num_output_tokens = 7 is not from 0 to 6"):
         rig.scheduler.finish(1, 7)
     assert rig.scheduler.finish(1, 4)
     assert request.output == answered[:4]

@@ -74,7 +74,7 @@ def test_the_bound_is_for_arrivals() -> None:
     queue = WaitingQueue(Aging().make_lane, max_requests=1)
     queue.check_room()
     queue.push(make_request(1, 3))
-    with pytest.raises(QueueFull, match="1 requests wait already"):
+    with pytest.raises(QueueFull, match="1 requests are waiting"):
         queue.check_room()
     queue.push(make_request(2, 3))  # preempted work always finds its way back
     assert len(queue) == 2

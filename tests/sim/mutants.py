@@ -120,7 +120,7 @@ MUTANTS = (
     _mutant(
         "position dropped while a twin is held",
         "core/prefix.py",
-        "        if block.twins:\n            self._stand_in(block, key)\n            return []\n",
+        "        if block.twins:\n            self._promote_twin(block, key)\n            return []\n",
         "",
     ),
     _mutant(
@@ -405,7 +405,7 @@ MUTANTS = (
     _mutant(
         "running prompts lose their place",
         "core/planner.py",
-        "if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):",
+        "if wanting and (head is None or wanting[0][0] < self._head_turn_key(*head)):",
         "if wanting and head is None:",
         "tests/core/test_policy.py",
     ),

@@ -805,7 +805,7 @@ class World:
         size = self.setup.block_size
         parent, path = parent_key, []
         while parent not in self._done:
-            block = self.scheduler.cache.tree.standing(parent)
+            block = self.scheduler.cache.tree.find(parent)
             assert block is not None
             assert block.parent_key is not None
             path.append(block)
