@@ -101,7 +101,7 @@ SLOW_FILES_S = {
     "server/test_service.py": 7,
     "backends/native/test_runner.py": 7,
     "server/test_cli_top.py": 7,
-    "engine/test_bench.py": 7,
+    "bench/test_bench.py": 7,
     "backends/torch/test_loading.py": 7,
     "text/test_hostile_files.py": 6,
     "text/test_tool_formats.py": 6,
