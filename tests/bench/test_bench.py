@@ -1,4 +1,4 @@
-"""What the benchmark reports that is no time: shares, copies, arithmetic; and what it refuses to measure."""
+"""Tests of benchmark results that do not depend on speed (shares, copies, arithmetic) and of refused settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_speedup_is_measured_in_rounds_against_the_best_single_stream(report
     assert speedup.is_held
 
 
-def test_the_single_stream_is_tried_with_one_thread_and_with_all(llm: LLM) -> None:
+def test_the_single_stream_is_measured_with_one_thread_and_with_all(llm: LLM) -> None:
     import torch
 
     torch.set_num_threads(2)
@@ -76,7 +76,7 @@ def test_the_single_stream_is_tried_with_one_thread_and_with_all(llm: LLM) -> No
     assert all(one.num_threads == 2 for one in found.measurements if one.clients > 1)
 
 
-def test_a_second_request_shares_the_head_in_place(report: BenchReport) -> None:
+def test_a_second_request_shares_the_head_without_copies(report: BenchReport) -> None:
     prefix = report.prefix
     assert prefix is not None
     assert (prefix.head_tokens, prefix.shared_blocks, prefix.cached_tokens) == (1024, 32, 1024)
@@ -90,19 +90,19 @@ def test_siblings_compute_their_prompt_once(report: BenchReport) -> None:
     assert report.prefix is not None
     siblings = report.prefix.siblings
     assert siblings.num_requests == 8
-    assert siblings.prefill_tokens == 1024 + 7  # the last token of a prompt is everyone's own
+    assert siblings.prefill_tokens == 1024 + 7  # each request computes the last token of the prompt itself
     assert siblings.prefill_tokens_unshared == 8 * 1024
-    assert siblings.copies == 7  # and so is the block it lies in
+    assert siblings.copies == 7  # and has its own copy of the block of that token
     assert siblings.is_held
 
 
-def test_fairness_is_left_to_the_command(report: BenchReport) -> None:
+def test_run_bench_does_not_measure_fairness(report: BenchReport) -> None:
     assert "fairness" in report.config.parts
     assert report.fairness is None
     assert report.not_held == ()
 
 
-def test_the_report_is_plain_values(report: BenchReport) -> None:
+def test_the_report_can_be_written_as_json(report: BenchReport) -> None:
     document: dict[str, Any] = json.loads(json.dumps(asdict(replace(report, fairness=fairness()))))
     assert document["setup"]["model"] == "tiny"
     assert document["setup"]["dtype"] == "float32"
@@ -112,7 +112,7 @@ def test_the_report_is_plain_values(report: BenchReport) -> None:
     assert document["fairness"]["is_held"] is True
 
 
-def test_what_does_not_hold_is_said(report: BenchReport) -> None:
+def test_not_held_lists_each_failed_criterion(report: BenchReport) -> None:
     assert report.prefix is not None
     assert report.speedup is not None
     bad = replace(
@@ -123,11 +123,11 @@ def test_what_does_not_hold_is_said(report: BenchReport) -> None:
     )
     assert [line.split(":")[0] for line in bad.not_held] == ["speedup", "prefix", "siblings", "fairness", "fairness"]
     assert "3 copies" in bad.not_held[1]
-    assert "is 1.00, 3.10, unknown times that of an idle server, and should be at most 3 times" in bad.not_held[3]
-    assert "LOW had 0.5% of all tokens under endless HIGH, and LOW should have at least 11.2%" in bad.not_held[4]
+    assert "is 1.00, 3.10, unknown times that of an idle server, expected at most 3 times" in bad.not_held[3]
+    assert "LOW had 0.5% of all tokens under constant HIGH load, expected at least 11.2% for LOW" in bad.not_held[4]
 
 
-def test_a_cache_that_is_off_is_found_out(tiny_model: Path) -> None:
+def test_a_disabled_cache_fails_the_prefix_criteria(tiny_model: Path) -> None:
     with LLM(tiny_model, device="cpu", threads=1, num_blocks=512, enable_prefix_caching=False) as llm:
         report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1))
     assert report.prefix is not None
@@ -137,7 +137,7 @@ def test_a_cache_that_is_off_is_found_out(tiny_model: Path) -> None:
     assert len(report.not_held) == 2
 
 
-def test_parts_can_be_chosen_and_progress_is_told(llm: LLM) -> None:
+def test_parts_can_be_chosen_and_progress_is_reported(llm: LLM) -> None:
     stages: list[Stage] = []
     report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1, head_tokens=64), stages.append)
     assert report.speedup is None
@@ -149,7 +149,7 @@ def test_parts_can_be_chosen_and_progress_is_told(llm: LLM) -> None:
     assert stages[1].expected_s is not None
 
 
-def test_the_engine_is_left_as_it_was(llm: LLM, report: BenchReport) -> None:
+def test_the_engine_is_left_unchanged(llm: LLM, report: BenchReport) -> None:
     assert report.duration_s > 0
     assert not llm.engine.has_work
     assert llm.engine.on_plan is None
@@ -191,7 +191,7 @@ def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], me
         ({"clients": (64,), "prompt_tokens": 200}, "num_blocks = 256 is too few"),
     ],
 )
-def test_what_would_not_run_undisturbed_is_refused(llm: LLM, changes: dict[str, Any], message: str) -> None:
+def test_requests_that_would_wait_or_be_preempted_are_refused(llm: LLM, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         run_bench(llm, replace(SMALL, **changes))
 
@@ -200,13 +200,13 @@ def test_an_engine_with_other_work_is_refused(llm: LLM) -> None:
     request_id = llm.next_id()
     llm.engine.add(request_id, [1, 2, 3], SamplingParams(max_tokens=4), priority=Priority.LOW)
     try:
-        with pytest.raises(InvalidRequest, match="needs it alone"):
+        with pytest.raises(InvalidRequest, match="needs an idle engine"):
             run_bench(llm, SMALL)
     finally:
         llm.engine.cancel(request_id)
 
 
-# Fairness: the arithmetic. What is measured, and that it is: tests/cli/test_bench_fairness.py
+# Arithmetic of the fairness report. The measurement itself is tested in tests/cli/test_bench_fairness.py
 
 
 def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: float = 1.0) -> Sample:
@@ -216,7 +216,7 @@ def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: 
 def fairness(
     *, ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3), low_tokens: int = 150, high_tokens: int = 1000
 ) -> FairnessReport:
-    """Idle requests take 100 ms; in window i of 15 s, one takes `ttfts_s[i]`, or there is none."""
+    """Idle requests take 100 ms. Window i of 15 s has one request that takes `ttfts_s[i]`, or none."""
     high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
     return fairness_report(
         4,
@@ -226,10 +226,10 @@ def fairness(
     )
 
 
-def test_latency_is_by_nearest_rank() -> None:
+def test_latency_percentiles_are_nearest_rank() -> None:
     found = latency([sample(number / 1000) for number in range(20, 0, -1)])
     assert (found.requests, found.ttft_ms_p50, found.ttft_ms_p95, found.ttft_ms_max) == (20, 10.0, 19.0, 20.0)
-    assert found.decode_tokens_per_s == 10.0  # the first of 11 tokens is not decoded in that second
+    assert found.decode_tokens_per_s == 10.0  # the first of the 11 tokens is not counted
 
 
 def test_decode_speed_is_the_median_of_requests_that_decoded() -> None:
@@ -243,45 +243,45 @@ def test_decode_speed_is_the_median_of_requests_that_decoded() -> None:
     assert latency([sample(1, num_tokens=1)]).decode_tokens_per_s is None
 
 
-def test_of_no_requests_nothing_is_known() -> None:
+def test_latency_without_requests_is_none() -> None:
     found = latency([])
     assert found.requests == 0
     assert found.ttft_ms_p50 is found.ttft_ms_p95 is found.ttft_ms_max is found.decode_tokens_per_s is None
 
 
-def test_a_request_belongs_to_the_window_it_began_in() -> None:
+def test_a_request_belongs_to_the_window_it_started_in() -> None:
     begun_s = (0.0, 14.9, 15.0, 30.0, 44.9, 45.1)
     found = windows([sample(0.2, at_s) for at_s in begun_s], 45.0, latency([sample(0.1)]))
     assert [(one.begin_s, one.end_s, one.latency.requests) for one in found] == [(0, 15, 2), (15, 30, 1), (30, 45, 3)]
     assert [one.ttft_ratio for one in found] == [2.0, 2.0, 2.0]
 
 
-def test_both_promises_are_needed() -> None:
+def test_fairness_needs_both_criteria() -> None:
     assert fairness().is_held
     assert fairness(ttfts_s=(0.1, 0.1, 0.3)).is_held  # 3 times is allowed
-    assert not fairness(ttfts_s=(0.1, 0.1, 0.31)).is_held  # "at every moment": the last window counts
-    assert not fairness(ttfts_s=(0.1, None, 0.1)).is_held  # nothing began for 15 seconds
-    assert not fairness(low_tokens=100).is_held  # 9.1 % of all
+    assert not fairness(ttfts_s=(0.1, 0.1, 0.31)).is_held  # every window must be within the limit
+    assert not fairness(ttfts_s=(0.1, None, 0.1)).is_held  # no request started for 15 seconds
+    assert not fairness(low_tokens=100).is_held  # 9.1 % of all tokens
     assert not fairness(low_tokens=0, high_tokens=0).is_held
 
 
-def test_the_share_is_of_all_tokens_and_the_bar_is_nine_tenths_of_the_guarantee() -> None:
+def test_the_low_share_must_be_nine_tenths_of_the_guaranteed_share() -> None:
     found = fairness(low_tokens=250, high_tokens=750)
     assert (found.saturated.low_share, found.saturated.guaranteed_share) == (0.25, 0.125)
     assert found.min_low_share == pytest.approx(0.1125)
     assert fairness(low_tokens=0, high_tokens=0).saturated.low_share is None
 
 
-def test_decoding_beside_low_is_compared_with_decoding_alone() -> None:
+def test_decode_ratio_compares_the_backlog_phase_with_the_idle_server() -> None:
     slow = BacklogSamples(45.0, 8, (sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0)), 100.0, 0.01)
     found = fairness_report(4, [sample(0.1)], slow, SaturatedSamples(22.5, 8, 7, 1, 0.01))
     assert found.backlog.latency.decode_tokens_per_s == pytest.approx(3.75)
     assert found.backlog.decode_ratio == pytest.approx(0.375)
 
 
-def test_the_backlog_outlasts_the_phase() -> None:
+def test_the_backlog_lasts_longer_than_the_phase() -> None:
     config = BenchConfig(seconds=30.0, max_num_seqs=4, output_tokens=64)
     assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
-    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # twice the batch indices, at least
+    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # at least twice max_num_seqs
     assert backlog_size(replace(config, max_num_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
     assert backlog_size(replace(config, max_num_seqs=4000), []) == 8000

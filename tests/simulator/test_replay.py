@@ -1,4 +1,4 @@
-"""Step times fitted to a server, the figures of a replay, and traces from logs."""
+"""Tests of fitted step times, figures of a replay, and traces from logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def probes(step: StepTime, overhead_s: float) -> list[Probe]:
 # Fitting
 
 
-def test_times_without_noise_are_found_again() -> None:
+def test_step_times_without_noise_are_recovered_exactly() -> None:
     found = fit(probes(STEP, 0.003))
     assert found.step_time.base_ms == pytest.approx(4.0)
     assert found.step_time.token_us == pytest.approx(150.0)
@@ -49,7 +49,7 @@ def test_times_without_noise_are_found_again() -> None:
     ("step", "overhead_s"),
     [(StepTime(5.0, 0.0, 0.0), 0.0), (StepTime(0.0, 900.0, 0.0), 0.0), (StepTime(1.0, 10.0, 0.0), 0.02)],
 )
-def test_what_costs_nothing_is_found_to_cost_nothing(step: StepTime, overhead_s: float) -> None:
+def test_zero_costs_are_recovered_as_zero(step: StepTime, overhead_s: float) -> None:
     found = fit(probes(step, overhead_s))
     assert found.step_time.base_ms == pytest.approx(step.base_ms, abs=1e-6)
     assert found.step_time.token_us == pytest.approx(step.token_us, abs=1e-3)
@@ -57,8 +57,8 @@ def test_what_costs_nothing_is_found_to_cost_nothing(step: StepTime, overhead_s:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_makes_nothing_negative(seed: int) -> None:
-    """And the fit is never worse than the noise by much: what it minimises is the relative error."""
+def test_noise_never_produces_negative_costs(seed: int) -> None:
+    """The fit minimises the relative error, so its error is not much larger than the noise."""
     random = Random(seed)
     noisy = [replace(one, took_s=one.took_s * random.uniform(0.8, 1.25)) for one in probes(STEP, 0.003) * 2]
     found = fit(noisy)
@@ -67,14 +67,14 @@ def test_noise_makes_nothing_negative(seed: int) -> None:
     assert found.step_time.token_us == pytest.approx(150.0, rel=0.8)
 
 
-def test_a_step_takes_time_whatever_was_measured() -> None:
-    found = fit([Probe(1, 8, 8, 0.01), Probe(33, 40, 800, 0.01)])  # as if an answer were free
+def test_a_fitted_step_never_takes_zero_time() -> None:
+    found = fit([Probe(1, 8, 8, 0.01), Probe(33, 40, 800, 0.01)])  # 32 more steps in the same time
     assert found.step_time.base_ms + found.step_time.token_us > 0
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 5, 1), (1, 2, 3)])
-def test_the_work_of_a_probe_is_what_the_scheduler_makes_of_it(shape: tuple[int, int, int]) -> None:
-    """One cost at a time, so that time counts steps, then tokens, then context. Context is read a step later there."""
+def test_the_work_of_a_probe_matches_the_scheduler(shape: tuple[int, int, int]) -> None:
+    """Sets one cost at a time, so that simulated time counts steps, tokens and context separately."""
     prompt, outputs, num_requests = shape
     trace = [TraceRequest(0.0, prompt, outputs) for _ in range(num_requests)]
     steps, tokens, context = probe_work(*shape, CONFIG)
@@ -113,20 +113,20 @@ def test_measured() -> None:
         num_steps=None,
     )
     assert found.endings == {"finished": 2, "left": 1, "refused": 1, "failed": 0}
-    assert found.ttft_s == Spread(0.2, 0.3, 0.3)  # whoever got a token has one
-    assert found.e2e_s == Spread(1.0, 2.0, 2.0)  # only whole answers
+    assert found.ttft_s == Spread(0.2, 0.3, 0.3)  # of all requests with a first token
+    assert found.e2e_s == Spread(1.0, 2.0, 2.0)  # of finished requests only
     assert found.makespan_s == 11.5
     assert found.output_tokens_per_s == pytest.approx(30 / 11.5)
-    assert found.hit_rate == 80 / 198  # the last token of a prompt is never looked for
+    assert found.hit_rate == 80 / 198  # the last token of a prompt is not looked up
     assert (found.num_preemptions, found.num_steps) == (3, None)
 
 
-def test_measured_of_nothing_served() -> None:
+def test_measured_without_served_requests() -> None:
     found = measured([served(0, None, 0.0, Ending.REFUSED)], num_preemptions=None, num_steps=None)
     assert (found.hit_rate, found.ttft_s.p50, found.output_tokens_per_s) == (None, None, 0.0)
 
 
-def test_predicted_is_the_simulators_with_the_way_there_and_back() -> None:
+def test_predicted_adds_the_overhead_to_simulated_times() -> None:
     trace = [
         TraceRequest(0.0, 64, 5),
         TraceRequest(1.0, 64, 5, cancel_after_s=0.001),
@@ -140,7 +140,7 @@ def test_predicted_is_the_simulators_with_the_way_there_and_back() -> None:
     assert found.num_steps == report.num_steps
 
 
-def test_the_context_of_the_server_holds_in_the_simulator() -> None:
+def test_the_simulator_enforces_max_model_len() -> None:
     report = simulate([TraceRequest(0.0, 64, 5)], replace(CONFIG, max_model_len=50), STEP)
     assert predicted(report, 0.0).endings["refused"] == 1
 
@@ -149,7 +149,7 @@ def test_prepare() -> None:
     trace = [TraceRequest(3.0, 5, 5), TraceRequest(4.0, 5, 5, cancel_after_s=8.0), TraceRequest(9.0, 5, 5)]
     found = prepare(trace, speed=2.0, max_requests=2)
     assert [one.arrival_s for one in found] == [0.0, 0.5]
-    assert found[1].cancel_after_s == 8.0  # a client's patience is its own
+    assert found[1].cancel_after_s == 8.0  # not scaled by speed
     for wrong in ({"speed": 0.0, "max_requests": None}, {"speed": 1.0, "max_requests": 0}):
         with pytest.raises(InvalidRequest, match=r"speed = 0.0|max_requests = 0"):
             prepare(trace, **wrong)
@@ -160,7 +160,7 @@ def test_a_fit_can_be_replaced_in_parts() -> None:
     assert replace(found, step_time=replace(found.step_time, base_ms=1.0)).step_time == StepTime(1.0, 150.0, 2.5)
 
 
-# From logs
+# Traces from logs
 
 RECORD = RequestRecord(
     request_id="req_1",
@@ -186,7 +186,7 @@ RECORD = RequestRecord(
 
 
 def log_line(record: RequestRecord, at_s: float) -> str:
-    """As the server writes it."""
+    """A log line in the format of the server."""
     entry = logging.LogRecord("quire.request", logging.INFO, "", 0, "x", None, None)
     entry.created, entry.msecs = at_s, at_s % 1 * 1000
     entry.fields = request_fields(record)
@@ -194,14 +194,14 @@ def log_line(record: RequestRecord, at_s: float) -> str:
 
 
 def test_a_trace_from_a_log(tmp_path: Path) -> None:
-    """A line is written when a request is over; it arrived as much earlier as it took."""
+    """A line is written when a request ends, so its arrival is that time minus the duration."""
     path = tmp_path / "server.log"
     path.write_text(
         "quire serves m at http://127.0.0.1:8000\n"
         + log_line(RECORD, 1000.5)
         + json.dumps({"logger": "quire.server", "message": "something else"})
         + "\n"
-        + log_line(replace(RECORD, e2e_s=4.0, priority=Priority.LOW), 1003.0)  # came first
+        + log_line(replace(RECORD, e2e_s=4.0, priority=Priority.LOW), 1003.0)  # arrived first
         + log_line(replace(RECORD, finish="cancelled", e2e_s=2.0, completion_tokens=3), 1004.0)
         + log_line(replace(RECORD, finish="error", error="died"), 1005.0)
     )
@@ -210,7 +210,7 @@ def test_a_trace_from_a_log(tmp_path: Path) -> None:
     assert found.requests == [
         TraceRequest(0.0, 120, 20, priority=Priority.LOW),
         TraceRequest(1.0, 120, 20, priority=Priority.HIGH),
-        TraceRequest(3.0, 120, 64, priority=Priority.HIGH, cancel_after_s=2.0),  # it would have gone on to max_tokens
+        TraceRequest(3.0, 120, 64, priority=Priority.HIGH, cancel_after_s=2.0),  # would have generated up to max_tokens
     ]
     again = tmp_path / "day.jsonl"
     again.write_text("".join(f"{one.as_line()}\n" for one in found.requests))
@@ -228,14 +228,14 @@ def test_samples_of_one_prompt_share_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no lines of served requests"),
-        ('{"logger": "quire.request", "message": "request"}\n', "line 1: no line of a request: KeyError 'finish'"),
+        ("", "no served requests found"),
+        ('{"logger": "quire.request", "message": "request"}\n', "line 1: not a request record: KeyError 'finish'"),
         (log_line(RECORD, 5.0).replace('"prompt_tokens": 120', '"prompt_tokens": -1'), "prompt_tokens = -1 is not"),
-        (log_line(RECORD, 5.0).replace('"tier": "high"', '"tier": "top"'), "line 1: no line of a request: KeyError"),
+        (log_line(RECORD, 5.0).replace('"tier": "high"', '"tier": "top"'), "line 1: not a request record: KeyError"),
         (log_line(RECORD, 5.0).replace('"n": 1', '"n": 99999'), "n = 99999 is more than"),
     ],
 )
-def test_a_log_that_is_none(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_log_is_refused(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "server.log"
     path.write_text(line)
     with pytest.raises(TraceError, match=message):

@@ -1,4 +1,4 @@
-"""The simulator's clock and books, by hand-made traces whose outcome one can compute."""
+"""Tests of the simulator on small traces whose results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_step_time_counts_tokens_and_context() -> None:
     assert simulate([TraceRequest(0, 10, 2)], SimConfig(), reading).makespan_s == 2 + 10 + 11
 
 
-def test_a_request_that_comes_during_a_step_waits_for_the_next_plan() -> None:
+def test_a_request_that_arrives_during_a_step_waits_for_the_next_plan() -> None:
     report = simulate([TraceRequest(0, 10, 10), TraceRequest(0.5, 10, 1)], SimConfig(), SECOND)
     second = report.records[1]
-    # Step 2 was planned when step 1 began, at 0 s. Step 3 is planned when step 2 begins, at 1 s, and ends at 3 s.
+    # Step 2 is planned when step 1 starts, at 0 s. Step 3 is planned when step 2 starts, at 1 s, and ends at 3 s.
     assert second.wait_s == 0.5
     assert second.ttft_s == 2.5
 
 
-def test_equal_names_are_one_prefix_and_answers_can_be_continued() -> None:
+def test_equal_names_share_a_prefix_and_answers_can_be_continued() -> None:
     first = TraceRequest(0, 100, 50, shared=(("system", 100),), output="answer")
     second = TraceRequest(1000, 200, 1, shared=(("system", 100), ("answer", 50)))
     report = simulate([first, second], SimConfig(), SECOND)
-    assert report.cache.num_hit_tokens == 149  # all but the answer's last token, whose KV was never needed
+    assert report.cache.num_hit_tokens == 149  # all but the answer's last token, which has no KV
     assert simulate([first, second], SimConfig(enable_prefix_caching=False), SECOND).cache.num_hit_tokens == 0
 
 
@@ -65,7 +65,7 @@ def p95_ttft_s(report: SimReport, priority: Priority, tenant: str = "") -> float
 
 
 def test_a_low_backlog_does_not_delay_high_under_fair() -> None:
-    """On the step times of a CPU. HIGH alone on that machine has its first token after 0.3 s at most."""
+    """Uses the step times of a CPU. HIGH requests alone have a TTFT of at most 0.3 s on that machine."""
     machine = MACHINES["cpu-smollm2-135m"]
     trace = SCENARIOS["backlog"](150, 5.0, 1)
     config = SimConfig(num_blocks=4096, has_costly_rows=machine.has_costly_rows)
@@ -90,7 +90,7 @@ def test_low_is_served_while_high_saturates_the_machine_and_tenants_share_a_tier
     assert next(person) < next(person) / 5
 
 
-def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
+def test_a_disconnected_client_cancels_its_waiting_or_running_request() -> None:
     trace = [TraceRequest(0, 10, 100, cancel_after_s=5.0), TraceRequest(0, 10, 100, cancel_after_s=0.0)]
     report = simulate(trace, SimConfig(max_num_seqs=1), SECOND)
     assert [record.outcome for record in report.records] == [Outcome.LEFT, Outcome.LEFT]
@@ -99,7 +99,7 @@ def test_clients_that_leave_are_cancelled_waiting_or_running() -> None:
     assert report.makespan_s < 10
 
 
-def test_what_never_fits_is_refused_and_counted() -> None:
+def test_requests_that_cannot_fit_are_refused_and_counted() -> None:
     report = simulate([TraceRequest(0, 10_000, 1), TraceRequest(0, 10, 1)], SimConfig(num_blocks=10), SECOND)
     assert [record.outcome for record in report.records] == [Outcome.TOO_LONG, Outcome.FINISHED]
     assert report.records[1].finish_s == 1.0
@@ -107,20 +107,20 @@ def test_what_never_fits_is_refused_and_counted() -> None:
     assert [record.outcome for record in full.records] == [Outcome.FINISHED, Outcome.QUEUE_FULL, Outcome.QUEUE_FULL]
 
 
-def test_an_answer_cut_by_the_context_is_not_called_finished() -> None:
+def test_an_answer_cut_by_the_context_is_reported_as_cut() -> None:
     report = simulate([TraceRequest(0, 100, 500)], SimConfig(num_blocks=5), SECOND)
     (record,) = report.records
     assert (record.outcome, record.num_outputs) == (Outcome.CUT, 28)
 
 
-def test_time_per_token_is_counted_after_the_first() -> None:
+def test_tpot_excludes_the_first_token() -> None:
     (record,) = simulate([TraceRequest(0, 10, 4)], SimConfig(), SECOND).records
     assert record.tpot_s == 1.0
     (record,) = simulate([TraceRequest(0, 10, 1)], SimConfig(), SECOND).records
     assert record.tpot_s is None
 
 
-def test_siblings_that_arrive_together_share_one_prefill_while_the_clock_runs() -> None:
+def test_siblings_that_arrive_together_share_one_prefill() -> None:
     trace = [TraceRequest(0, 3000, 50, shared=(("manual", 2900),), priority=Priority.LOW)] * 4
     for policy in ("aging", "fcfs"):
         report = simulate(
@@ -129,14 +129,14 @@ def test_siblings_that_arrive_together_share_one_prefill_while_the_clock_runs() 
         assert report.cache.num_hit_tokens == 3 * 2900
 
 
-def test_a_preempted_request_that_finds_its_own_blocks_is_no_cache_hit() -> None:
+def test_own_blocks_found_after_a_preemption_are_not_counted_as_hits() -> None:
     trace = [TraceRequest(0, 64, 64), TraceRequest(0, 64, 64)]
     report = simulate(trace, SimConfig(num_blocks=8), SECOND)
     assert report.num_preemptions > 0
     assert (report.cache.num_hit_tokens, report.cache.num_recovered_tokens > 0) == (0, True)
 
 
-def test_a_smaller_pool_never_hits_more_and_every_request_is_answered() -> None:
+def test_a_smaller_pool_has_fewer_hits_and_answers_every_request() -> None:
     trace = synthesize(150, 20.0)
     small, large = (
         simulate(trace, SimConfig(num_blocks=blocks), MACHINES["h200-llama3-8b"].step_time) for blocks in (300, 4096)

@@ -1,3 +1,5 @@
+"""Tests of reading and generating traces."""
+
 from __future__ import annotations
 
 import io
@@ -39,7 +41,7 @@ def test_a_line_is_a_request(tmp_path: Path) -> None:
     assert request.output_ids(0) == text("answer", 3)
 
 
-def test_a_trace_is_put_in_order_of_arrival(tmp_path: Path) -> None:
+def test_a_trace_is_sorted_by_arrival(tmp_path: Path) -> None:
     requests = read_trace(write(tmp_path, {**GOOD, "arrival_s": 5}, {**GOOD, "arrival_s": 2}))
     assert [request.arrival_s for request in requests] == [2, 5]
 
@@ -49,25 +51,25 @@ def test_token_ids_can_be_given(tmp_path: Path) -> None:
     assert (request.prompt_ids(9), request.prompt_tokens) == ([4, 5, 6], 3)
 
 
-def test_mooncake_lines_are_understood(tmp_path: Path) -> None:
+def test_mooncake_lines_are_accepted(tmp_path: Path) -> None:
     line = {"timestamp": 2500, "input_length": 1100, "output_length": 0, "hash_ids": [7, 8, 9]}
     (request,) = read_trace(write(tmp_path, line))
     assert (request.arrival_s, request.prompt_tokens, request.output_tokens) == (2.5, 1100, 1)
     assert request.prompt_ids(0)[:1024] == text("hash 7", 512) + text("hash 8", 512)
 
 
-def test_null_is_as_good_as_leaving_out(tmp_path: Path) -> None:
+def test_null_is_the_same_as_a_missing_field(tmp_path: Path) -> None:
     line = {**GOOD, "shared": None, "output": None, "priority": None, "salt": None, "cancel_after_s": None}
     assert read_trace(write(tmp_path, line)) == [TraceRequest(1.5, 10, 3)]
 
 
-def test_a_byte_order_mark_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
     assert len(read_trace(str(path))) == 1
 
 
-def test_standard_input_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(GOOD)))
     assert read_trace("-") == [TraceRequest(1.5, 10, 3)]
 
@@ -78,7 +80,7 @@ def test_standard_input_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{", "line 2: not a JSON object on one line"),
         ("[1]", "line 2: not a JSON object on one line"),
         ("[" * 100_000, "line 2: not a JSON object on one line"),
-        ('{"a": 1, "a": 2}', "line 2: field 'a' is there twice"),
+        ('{"a": 1, "a": 2}', "line 2: field 'a' occurs twice"),
         ({"arrival_s": 1, "output_tokens": 3}, "line 2: field 'prompt_tokens' is missing"),
         ({**GOOD, "arrival_s": -1}, "line 2: field 'arrival_s' = -1 is not a number from 0 to 1e"),
         ({**GOOD, "arrival_s": 1e308}, r"line 2: field 'arrival_s' = 1e\+308 is not a number"),
@@ -97,21 +99,21 @@ def test_standard_input_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**GOOD, "shared": [["a", True]]}, "line 2: field 'shared' = .* is not a list of"),
         ({**GOOD, "shared": [["\ud800", 1]]}, "line 2: field 'shared' = .* is not a list of"),
         ({**GOOD, "shared": [["a", 11]]}, "line 2: field 'shared' has 11 tokens, more than prompt_tokens = 10"),
-        ({**GOOD, "prompt": [1]}, "line 2: field 'prompt' says all there is to say; leave out prompt_tokens"),
+        ({**GOOD, "prompt": [1]}, "line 2: field 'prompt' cannot be combined with prompt_tokens"),
         (
             {"arrival_s": 0, "output_tokens": 1, "prompt": [1, -2]},
             r"line 2: field 'prompt\[1\]' = -2 is not a token id",
         ),
         ({"arrival_s": 0, "output_tokens": 1, "prompt": []}, r"line 2: field 'prompt' = \[\] is not a list"),
         ({"arrival_s": 0, "output_tokens": 1, "prompt": "hello"}, "line 2: field 'prompt' = 'hello' is not a list"),
-        ({**GOOD, "promt_tokens": 3}, "line 2: field 'promt_tokens' is not known; known are arrival_s"),
+        ({**GOOD, "promt_tokens": 3}, "line 2: field 'promt_tokens' is unknown; known fields are arrival_s"),
         ({"hash_ids": "x", "input_length": 5}, "line 2: field 'hash_ids' = 'x' is not a list of whole numbers"),
         ({"hash_ids": [True], "input_length": 5}, "line 2: field 'hash_ids' = .True. is not a list of whole"),
         ({"hash_ids": []}, "line 2: field 'input_length' is missing"),
-        ({"hash_ids": [], "input_length": 1, "output_length": 1, "timestamp": 0, "x": 1}, "field 'x' is not known"),
+        ({"hash_ids": [], "input_length": 1, "output_length": 1, "timestamp": 0, "x": 1}, "field 'x' is unknown"),
     ],
 )
-def test_bad_lines_are_refused_by_line_and_field(tmp_path: Path, line: object, message: str) -> None:
+def test_errors_name_the_line_and_the_field(tmp_path: Path, line: object, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         read_trace(write(tmp_path, GOOD, line))
 
@@ -125,7 +127,7 @@ def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path: Path) -> Non
         read_trace(write(tmp_path, ""))
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match=r"binary.jsonl: not text in UTF-8"):
+    with pytest.raises(TraceError, match=r"binary.jsonl: not UTF-8 text"):
         read_trace(str(binary))
 
 
