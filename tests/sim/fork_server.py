@@ -1,7 +1,7 @@
-"""Runs modules as `python -m` would, each in a fork of a process that has what takes long to import.
+"""Runs modules like `python -m`, each in a fork of a process that has already imported the slow dependencies.
 
-Reads a line of JSON (folder, arguments) and answers with one (exit code, output), until its input ends. Run as a file,
-so that it has imported nothing of quire and its tests: a fork takes those from its folder.
+Reads lines of JSON (folder, arguments) and writes one line (exit code, output) for each, until its input ends. It is
+run as a file, so that it imports nothing of quire and its tests: each fork imports those from its own folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 
-import hypothesis  # noqa: F401  the forks want them
+import hypothesis  # noqa: F401  imported for the forks
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 
