@@ -1,4 +1,7 @@
-"""All exceptions that quire raises on purpose. The lowest layer: imports nothing from quire."""
+"""All exceptions that quire raises on purpose.
+
+The lowest layer: imports nothing from quire.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class TraceError(QuireError, ValueError):
 
 
 class MissingExtra(QuireError, ImportError):
-    """An optional dependency is not installed. The message contains the command that installs it."""
+    """An optional dependency is not installed.
+
+    The message contains the command that installs it.
+    """
 
     @classmethod
     def of(cls, what: str, module: str | None) -> MissingExtra:
@@ -61,7 +67,10 @@ def install_command(package: str) -> str:
 
 
 class InvariantViolation(QuireError, AssertionError):
-    """An invariant of the core does not hold. This is a bug in quire, not an error of the caller."""
+    """An invariant of the core does not hold.
+
+    This is a bug in quire, not an error of the caller.
+    """
 
 
 class ModelFileError(QuireError):
@@ -80,7 +89,10 @@ class ModelNotFound(QuireError):
 
 
 class DownloadFailed(QuireError):
-    """A model could not be downloaded. A partial download is never left in place of a complete file."""
+    """A model could not be downloaded.
+
+    A partial download is never left in place of a complete file.
+    """
 
 
 class LoadFailed(QuireError):
@@ -88,7 +100,10 @@ class LoadFailed(QuireError):
 
 
 class ModelTooLarge(LoadFailed):
-    """A model does not fit into memory next to models that may not be unloaded. The message has the sizes."""
+    """A model does not fit into memory next to models that may not be unloaded.
+
+    The message has the sizes.
+    """
 
 
 class TemplateError(QuireError):
@@ -96,12 +111,21 @@ class TemplateError(QuireError):
 
 
 class RequestFailed(QuireError):
-    """One request failed in its sampler, detokenizer or callback. Other requests are not affected."""
+    """One request failed in its sampler, detokenizer or callback.
+
+    Other requests are not affected.
+    """
 
 
 class WorkerDied(QuireError):
-    """The worker process crashed or hung. Its requests failed; later requests use a new worker."""
+    """The worker process crashed or hung.
+
+    Its requests failed; later requests use a new worker.
+    """
 
 
 class LostBeforeStart(WorkerDied):
-    """The worker died while this request was waiting. The request did not cause it, so a retry is safe."""
+    """The worker died while this request was waiting.
+
+    The request did not cause it, so a retry is safe.
+    """

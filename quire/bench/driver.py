@@ -99,7 +99,10 @@ class Session:
 
 @contextmanager
 def driven(engine: Engine, next_id: Callable[[], int]) -> Iterator[Session]:
-    """A session on an engine. On exit, also after an error, all requests are ended and `on_plan` is restored."""
+    """A session on an engine.
+
+    On exit, also after an error, all requests are ended and `on_plan` is restored.
+    """
     session, before = Session(engine, next_id), engine.on_plan
     engine.on_plan = session.note
     try:
@@ -229,7 +232,10 @@ class Bench:
 
 
 def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> float:
-    """Estimate from one request: prompts cost time per token, and a step of K clients takes about K / 3 of one."""
+    """Estimated duration of the run, from one request.
+
+    Prompts cost time per token, and a step of K clients takes about K / 3 as long as one.
+    """
     prefill_s = one.ttft_ms / 1000 / config.prompt_tokens
     step_s = (one.wall_s - one.ttft_ms / 1000) / (config.output_tokens - 1)
     per_round = (num_choices + len(config.batches)) * one.wall_s

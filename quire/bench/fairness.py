@@ -68,10 +68,11 @@ def fairness_report(
 
 
 def backlog_size(config: BenchConfig, idle: Sequence[Sample]) -> int:
-    """Number of LOW requests to keep outstanding, so that the oldest has waited since the start of the phase.
+    """Number of LOW requests to keep outstanding.
 
-    A policy with aging treats an old backlog differently from a new one. So the backlog is larger than what the server
-    could answer during the phase if batch rows cost nothing, that is, each row as fast as one request alone.
+    The oldest must have waited since the start of the phase, because a policy with aging treats an old backlog
+    differently from a new one. So the backlog is larger than what the server could answer during the phase if batch
+    rows cost nothing, that is, if each row were as fast as one request alone.
     """
     rate = latency(idle).decode_tokens_per_s or 0.0
     num_answered = ceil(config.seconds * config.max_num_seqs * rate / config.output_tokens)

@@ -139,7 +139,10 @@ class SiblingReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """Requests with a shared head and different tails. Times are medians of the repeats, counts are the worst."""
+    """Requests with a shared head and different tails.
+
+    Times are medians of the repeats, counts are the worst.
+    """
 
     head_tokens: int
     repeats: int
@@ -158,7 +161,10 @@ class PrefixReport:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latency of HIGH requests, measured by the client over HTTP. None: there were no requests."""
+    """Latency of HIGH requests, measured by the client over HTTP.
+
+    None: there were no requests.
+    """
 
     requests: int
     ttft_ms_p50: float | None

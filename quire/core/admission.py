@@ -1,4 +1,4 @@
-"""Admission: starts waiting requests, shares cached prefixes with them and preempts running requests for them."""
+"""Admission of waiting requests: prefix sharing, free blocks and preemption."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class _PreemptionPlan(NamedTuple):
 
 
 class Admission:
+    """Starts waiting requests, shares cached prefixes with them and preempts running requests for them."""
+
     def __init__(
         self,
         cache: KVCacheManager,
@@ -49,7 +51,10 @@ class Admission:
         self._failed_missing = 0
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
-        """Explain where a hit ends and why. Blocks that other requests are computing now count as in flight."""
+        """Explain where a hit ends and why.
+
+        Blocks that other requests are computing now count as in flight.
+        """
         chain, size = self._cache.chain(request), self._cache.block_size
 
         def is_in_flight(number: int) -> bool:
@@ -76,11 +81,17 @@ class Admission:
             step.pending.setdefault(number, {}).setdefault(key, []).append(owner)
 
     def can_share(self, owner: Request) -> bool:
-        """Whether the next block of a running request will be published. False after a `clear` or a collision."""
+        """Whether the next block of a running request will be published.
+
+        False after a `clear` or a collision.
+        """
         return self._cache.can_publish(owner, owner.num_computed // self._cache.block_size)
 
     def park(self, step: StepDraft, request: Request) -> bool:
-        """Let a request wait for a prefix that a running request is computing. Returns False if there is none."""
+        """Let a request wait for a prefix that a running request is computing.
+
+        Returns False if there is none.
+        """
         found = self._find_owner(step, request)
         if found is None:
             return False
@@ -184,7 +195,7 @@ class Admission:
         return hit, missing
 
     def _num_spare(self, request: Request, hit: PrefixHit) -> int:
-        """Blocks to leave free for the running requests: one each, or more while a resumed request catches up.
+        """Number of blocks to leave free: one per running request, or more for a resumed request.
 
         A resumed request cannot be preempted until it has recomputed its tokens, so a running request without a free
         block would have to wait for it.
@@ -202,10 +213,11 @@ class Admission:
     def _plan_preemption(
         self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_free_seq: bool
     ) -> _PreemptionPlan | None:
-        """Find the fewest pins, then the fewest victims in reverse order of urgency, that free enough for an admission.
+        """Find the fewest pins, then the fewest victims, that free enough for an admission.
 
-        This reads every block that they hold, so a failure is cached until a block is released. Growth of a victim in
-        the meantime does not change the result: it takes as many blocks as a preemption would return.
+        Victims are taken in reverse order of urgency. This reads every block that they hold, so a failure is cached
+        until a block is released. Growth of a victim in the meantime does not change the result: it takes as many
+        blocks as a preemption would return.
         """
         attempt = (request.epoch, self._cache.pool.num_releases, has_free_seq, *[victim.epoch for victim in victims])
         if attempt == self._failed_attempt and missing >= self._failed_missing:
@@ -274,7 +286,10 @@ class Admission:
         self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
 
     def preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
-        """Put a running request back into the queue. It keeps its age, and its computed blocks stay in the cache."""
+        """Put a running request back into the queue.
+
+        It keeps its age, and its computed blocks stay in the cache.
+        """
         self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
         victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)
         self._running.vacate(victim)

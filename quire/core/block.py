@@ -55,9 +55,10 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Intrusive doubly linked list with two sentinels. Every operation is O(1), including removal from the middle.
+    """Intrusive doubly linked list with two sentinels.
 
-    The list order is the eviction order. A prefix hit on a free block removes it from the middle.
+    Every operation is O(1), including removal from the middle. The list order is the eviction order. A prefix hit on a
+    free block removes it from the middle.
     """
 
     __slots__ = ("_head", "_len", "_tail")

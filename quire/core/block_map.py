@@ -178,7 +178,10 @@ class BlockMap:
 
 
 def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Blocks held by these requests, as sorted (first, count) ranges. A request that is not running holds none."""
+    """Blocks held by these requests, as sorted (first, count) ranges.
+
+    A request that is not running holds none.
+    """
     held: set[int] = set()
     for request_id in request_ids:
         request = scheduler.get(request_id)
@@ -198,7 +201,10 @@ def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple
 
 
 def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
-    """Details of `count` blocks from `first`. Changes nothing; the cost is a search of all block tables."""
+    """Details of `count` blocks from `first`.
+
+    Changes nothing; the cost is a search of all block tables.
+    """
     cache = scheduler.cache
     end = first + count
     if not FIRST_BLOCK <= first < end <= len(cache.pool.blocks):

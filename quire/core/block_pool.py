@@ -71,7 +71,7 @@ class BlockPool:
         )
 
     def take(self, count: int) -> list[KVCacheBlock]:
-        """Allocate `count` blocks of undefined content from the front of the free list, or raise and allocate none."""
+        """Allocate `count` blocks of undefined content, or raise `OutOfBlocks` and allocate none."""
         if count > len(self.free):
             raise OutOfBlocks(f"{count = } blocks requested, {len(self.free)} are free")
         taken = []
@@ -97,7 +97,10 @@ class BlockPool:
         self._note(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop one reference of each block. Pass blocks in table order; they are released tail first."""
+        """Drop one reference of each block.
+
+        Pass blocks in table order; they are released tail first.
+        """
         self.num_releases += len(blocks)
         for block in reversed(blocks):
             assert block.ref_count > 0, f"{block!r} released without a reference"
@@ -115,15 +118,18 @@ class BlockPool:
         self._note(blocks)
 
     def fork(self, source: KVCacheBlock) -> KVCacheBlock:
-        """Allocate a block to copy `source` into. Also holds `source`, until the copy is done (`settle`)."""
+        """Allocate a block to copy `source` into.
+
+        Also holds `source`, until the copy is done (`settle`).
+        """
         self.share((source,))
         return self.take(1)[0]
 
     def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
-        """Insert the content of a held block into the tree, in place of what it was published with before.
+        """Insert the content of a held block into the tree, in place of its previous content.
 
-        Does nothing more if the tree already contains this tail, alone or as part of a longer one, or if the key
-        collides with other content.
+        The new content is not inserted if the tree already contains this tail, alone or as part of a longer one, or if
+        the key collides with other content.
         """
         assert block.ref_count > 0, f"{block!r} published without a reference"
         if block.parent_key is not None:

@@ -27,7 +27,10 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def root_key(secret: bytes, salt: str) -> bytes:
-    """Parent key of the first block for one salt. Without the secret, keys and collisions cannot be computed."""
+    """Parent key of the first block for one salt.
+
+    Without the secret, keys and collisions cannot be computed.
+    """
     return blake2b(salt.encode(), digest_size=KEY_BYTES, key=secret, person=b"quire root").digest()
 
 
@@ -83,10 +86,10 @@ class TokenChain:
             start = end
 
     def num_common(self, other: TokenChain, known: int, most: int) -> int:
-        """Number of leading full blocks that two chains share, at most `most`, given that they share the first `known`.
+        """Number of leading full blocks that two chains share, at most `most`.
 
-        Compares tokens, which is much faster than hashing them, and hashes neither chain. Shared blocks are hashed
-        once: this chain copies their keys from the other one.
+        The caller knows that they share the first `known` blocks. Compares tokens, which is much faster than hashing
+        them, and hashes neither chain. Shared blocks are hashed once: this chain copies their keys from the other one.
         """
         size, ours, theirs = self._block_size, self._tokens, other._tokens
         while known < most:

@@ -59,7 +59,10 @@ def audit(
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
-    """Check pool, tree and pins. `held`: block ids that others hold, repeated once per reference."""
+    """Check pool, tree and pins.
+
+    `held`: block ids that others hold, repeated once per reference.
+    """
     holders = [0] * len(cache.pool.blocks)
     _count(holders, held)
     _exhaust(_check_cache(cache, holders, roots, sys.maxsize))
@@ -140,9 +143,10 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
 def _check_table(
     request: Request, table: Sequence[int], parent_key: bytes | None, cache: KVCacheManager
 ) -> bytes | None:
-    """Check a part of a block table: each published block must follow the block before it, or a twin of that block.
+    """Check a part of a block table, and return the key of its last block.
 
-    `parent_key` is the key of the block before this part. Returns the key of its last block.
+    Each published block must follow the block before it, or a twin of that block. `parent_key` is the key of the block
+    before this part.
     """
     blocks = cache.pool.blocks
     for block_id in table:
@@ -183,7 +187,10 @@ def _check_alive(scheduler: Scheduler, requests: list[Request]) -> None:
 def _check_cache(
     cache: KVCacheManager, holders: list[int], roots: Container[bytes] | None, size: int
 ) -> Iterator[None]:
-    """Check pool, tree and pins. `holders`: references to each block, without pins; pins are added here."""
+    """Check pool, tree and pins.
+
+    `holders`: references to each block, without pins; pins are added here.
+    """
     if cache.pins or cache.pins.holders or cache.pins.owners:
         yield from _check_pins(cache.pins, holders, size)
     pool, tree, is_free = cache.pool, cache.tree, bytearray(len(holders))
@@ -242,7 +249,10 @@ def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]
 
 
 def _mark_free(cache: KVCacheManager, is_free: bytearray, size: int) -> Iterator[None]:
-    """Walk the free list and set `is_free`. Stops at the number of blocks: a corrupt list may have a cycle."""
+    """Walk the free list and set `is_free`.
+
+    Stops at the number of blocks: a corrupt list may have a cycle.
+    """
     free = cache.pool.free
     num_found = 0
     for piece in _slices(islice(free, len(is_free)), size):
@@ -274,7 +284,7 @@ def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
 
 
 def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | None, size: int) -> Iterator[None]:
-    """Check that every block is reachable once, sorted among its siblings, and has the key of its content."""
+    """Check that every block is reachable once, in sorted order, with the key of its content."""
     num_reached = num_full = 0
     pause = size
     find, digest = tree.find, tree.digest

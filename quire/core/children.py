@@ -32,7 +32,10 @@ class SortedBlocks:
             yield from bucket
 
     def neighbours(self, tokens: bytes) -> tuple[KVCacheBlock | None, KVCacheBlock | None]:
-        """The last block before `tokens` and the first at or after it. One of them has the longest common prefix."""
+        """The last block before `tokens` and the first at or after it.
+
+        One of them has the longest common prefix.
+        """
         if not self._buckets:
             return None, None
         b, i = self._locate(tokens)

@@ -9,6 +9,8 @@ from quire.core.step import BlockCopy, SeqSlice
 
 
 class StepDraft:
+    """Budget, turns, admissions and slices of the step that the planner builds."""
+
     __slots__ = (
         "admitted",
         "allotted",
@@ -48,9 +50,10 @@ class StepDraft:
         self.pending: dict[int, dict[bytes, list[Request]]] = {}
 
     def close(self, tiers: Collection[Priority]) -> None:
-        """Stop admissions of these tiers and those below: a waiting request of these tiers did not fit.
+        """Stop admissions of these tiers and those below.
 
-        A higher tier, whose turn comes later because these tiers were owed service, may still admit by preemption.
+        Called if a waiting request of these tiers did not fit. A higher tier, whose turn comes later because these
+        tiers were owed service, may still admit requests by preemption.
         """
         self.closed_from = min(tiers) if self.closed_from is None else min(self.closed_from, *tiers)
 

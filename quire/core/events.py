@@ -1,4 +1,7 @@
-"""Events of the core, as plain values for observers (metrics, logs, the web page). The core itself logs nothing."""
+"""Events of the core, as plain values for observers (metrics, logs, the web page).
+
+The core itself logs nothing.
+"""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ class CacheStats(PoolStats):
 
 
 class KVCacheManager:
+    """Assigns blocks to requests: matches prefixes, grows and releases block tables, and pins prefixes."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -78,7 +80,10 @@ class KVCacheManager:
         return request.chain
 
     def match(self, request: Request) -> PrefixHit:
-        """Find the cached prefix of a request's context. The last token is excluded: it must be computed."""
+        """Find the cached prefix of a request's context.
+
+        The last token is excluded: it must be computed.
+        """
         if not self._is_searched(request):
             return NO_HIT
         return self.tree.match(self.chain(request), len(request.tokens) - 1)
@@ -87,7 +92,7 @@ class KVCacheManager:
         return self.is_caching and request.sampling.prompt_logprobs is None
 
     def fork(self, parent: Request, child: Request) -> PrefixHit:
-        """The part of `child`'s context that `parent` has computed, as a hit on the parent's own blocks.
+        """Hit of `child` on the blocks that `parent` has computed.
 
         Needs no published blocks. Returns `NO_HIT` if the tokens or salts differ. The tail is always copied: the parent
         continues to write into its own block.
@@ -153,10 +158,11 @@ class KVCacheManager:
     # Verbs
 
     def grow(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> list[BlockCopy]:
-        """Extend the block table to cover [0, upto). Returns the copies that the runner must make.
+        """Extend the block table to cover [0, upto).
 
-        Raises `OutOfBlocks` and changes nothing if `shortage` is positive. A request without blocks starts from `hit`,
-        whose blocks are shared before new ones are taken, because taking may evict them.
+        Returns the copies that the runner must make. Raises `OutOfBlocks` and changes nothing if `shortage` is
+        positive. A request without blocks starts from `hit`, whose blocks are shared before new ones are taken, because
+        taking may evict them.
         """
         if (missing := self.shortage(request, upto, hit)) > 0:
             raise OutOfBlocks(f"{request!r} cannot grow to {upto} tokens: {missing} blocks are missing")
@@ -220,7 +226,10 @@ class KVCacheManager:
             self.pool.publish(block, chain.parent_key(index), None, tokens)
 
     def release(self, request: Request) -> None:
-        """Release all blocks, tail first. Computed content stays in the cache until its block is taken."""
+        """Release all blocks, tail first.
+
+        Computed content stays in the cache until its block is taken.
+        """
         self.publish_tail(request)
         table = request.block_table
         request.block_table = []  # a new list: a plan in flight still reads the old one
@@ -228,7 +237,10 @@ class KVCacheManager:
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:
-        """Pin the cached full blocks of this prefix until `expires_ns`. Returns the number of pinned tokens."""
+        """Pin the cached full blocks of this prefix until `expires_ns`.
+
+        Returns the number of pinned tokens.
+        """
         check_salt(salt)
         tokens = prefix.tokens if isinstance(prefix, PackedPrompt) else check_tokens("tokens", prefix)
         return self._pin(pin_id, self.tree.chain(tokens, salt), len(tokens), expires_ns)

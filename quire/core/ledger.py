@@ -1,4 +1,4 @@
-"""Service accounting: tokens served to each tier and tenant, and their limits in the next step.
+"""Service accounting: tokens served to each tier and tenant, and their limits in a step.
 
 A ledger divides the planning of a step into turns. The planner processes the turns in order, gives tokens to the
 requests of each, and charges the tokens to the ledger.
@@ -49,7 +49,10 @@ class StepCost(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Limits within which requests of these tiers share tokens and time. None: the limit of the step."""
+    """Limits within which requests of these tiers share tokens and time.
+
+    None: the limit of the step.
+    """
 
     tiers: Collection[Priority]
     max_tokens: int | None = None
@@ -140,6 +143,8 @@ class OpenLedger:
 
 
 class FairLedger:
+    """Credits of tiers, virtual time of tenants, and time limits of rationed tiers."""
+
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
         for name, share in (("normal_share", normal_share), ("low_share", low_share)):
             if type(share) not in (int, float) or not 0 < share < 1:
@@ -209,9 +214,10 @@ class FairLedger:
             yield Turn((priority,), max_ns=self._limit_ns(priority))
 
     def _owed_ns(self, priority: Priority) -> int | None:
-        """Time that an owed tier may add to the step: twice its share, so that it catches up over several steps.
+        """Time that an owed tier may add to the step.
 
-        The share is taken of the previous step, because the work of higher tiers in this step is not known yet.
+        This is twice its share, so that it catches up over several steps. The share is taken of the previous step,
+        because the work of higher tiers in this step is not known yet.
         """
         limit_ns = self._limit_ns(priority)
         return None if limit_ns is None else max(limit_ns, 2 * self._last_ns * self.shares[priority] // UNITS)
@@ -244,7 +250,7 @@ class FairLedger:
         return alone_ns
 
     def _single_ns(self, cost: StepCost, top: Priority) -> int:
-        """Additional cost of the first token next to a single one: the fast path for single tokens is lost."""
+        """Cost of losing the fast path for single tokens, if the top tier has one token."""
         is_single = self._decodes[top] == 1 and not self._spent_ns[top]
         return min(cost.single_ns, cost.base_ns + cost.token_ns) if is_single else 0
 
@@ -292,7 +298,7 @@ class FairLedger:
             clock.end_step(is_short=priority in short)
 
     def _keep_spare(self) -> None:
-        """Carry over time that lower tiers did not use, up to the cost of the next token, so that fractions add up."""
+        """Carry over unused time of lower tiers, up to the cost of a token, so that fractions add up."""
         cost = self.cost
         if cost is None or (top := self._top()) is None:
             return

@@ -57,10 +57,10 @@ class PinBoard:
         return iter(self._pins.values())
 
     def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
-        """Hold these blocks until `expires_ns`, replacing an older pin of that id. Returns the number of pinned blocks.
+        """Hold these blocks until `expires_ns`, replacing an older pin of that id.
 
-        Older pins are dropped to make room. Blocks in excess of half the pool are cut from the end. Without blocks, no
-        pin is made.
+        Returns the number of pinned blocks. Older pins are dropped to make room. Blocks in excess of half the pool are
+        cut from the end. Without blocks, no pin is made.
         """
         blocks = blocks[: self.max_blocks]
         self._pool.share(blocks)  # before the old pin releases them
@@ -111,7 +111,10 @@ class PinBoard:
         self._observe(PinYielded(pin_id, block_ids))
 
     def _next_to_yield(self) -> str:
-        """The oldest pin of the owner with the most blocks, or of all owners if that owner has only the new pin."""
+        """The oldest pin of the owner with the most blocks.
+
+        If that owner has only the new pin, the oldest pin of all owners.
+        """
         most = max(owner.num_blocks for owner in self.owners.values())
         oldest = [
             next(iter(owner.pins.items())) for owner in self.owners.values() if owner.num_blocks == most and owner.pins

@@ -28,6 +28,8 @@ TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of
 
 
 class Planner:
+    """Plans steps for the scheduler. Each call of `draft` plans one."""
+
     def __init__(
         self,
         cache: KVCacheManager,
@@ -122,7 +124,10 @@ class Planner:
 
     @staticmethod
     def _num_wanted(request: Request) -> int:
-        """Number of tokens left to plan. The last token of a request needs no KV: no token is computed after it."""
+        """Number of tokens left to plan.
+
+        The last token of a request needs no KV: no token is computed after it.
+        """
         return min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - request.num_planned
 
     # Turns: running requests that want more tokens, and waiting requests
@@ -165,7 +170,10 @@ class Planner:
                 step.close(turn.tiers)  # no request overtakes a head that does not fit
 
     def _num_affordable(self, turn: Turn, request: Request, left: int, left_ns: int | None) -> int:
-        """Number of tokens that a turn may give to a request. An owed tier gets at least one, whatever it costs."""
+        """Number of tokens that a turn may give to a request.
+
+        An owed tier gets at least one, whatever it costs.
+        """
         if left_ns is None:
             return left
         is_first = turn.is_owed and left_ns == turn.max_ns
@@ -175,9 +183,10 @@ class Planner:
         return None if left_ns is None else left_ns - num_tokens * self._ledger.price_ns(request)
 
     def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[TurnKey, list[Request]]]:
-        """Running requests that want tokens in this turn: a heap of lists, one per tenant, in reverse order.
+        """Running requests that want tokens in this turn.
 
-        Tokens given to a request change the heap position of its own list only.
+        A heap of lists, one per tenant, each in reverse order. Tokens given to a request change the heap position of
+        its own list only.
         """
         lines: dict[tuple[Priority, str], list[Request]] = {}
         for tier in turn.tiers:
@@ -191,7 +200,10 @@ class Planner:
         return wanting
 
     def _turn_key(self, request: Request) -> TurnKey:
-        """Order within a turn. Rationed requests with equal policy keys alternate; others are ordered by arrival."""
+        """Order within a turn.
+
+        Rationed requests with equal policy keys alternate; others are ordered by arrival.
+        """
         is_rationed = request.priority in self._ledger.rationed
         return self._policy.key(request), request.last_step if is_rationed else 0, request.sequence
 
@@ -280,10 +292,10 @@ class Planner:
                 self._plan(step, request)
 
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
-        """Free blocks for a running request: drop pins, then preempt the least urgent. Returns False if it fails.
+        """Free blocks for a running request: drop pins, then preempt the least urgent.
 
-        A request that was preempted before and has made no progress since is not preempted again. It has the blocks it
-        needs to make progress, so waiting for it ends.
+        Returns False if it fails. A request that was preempted before and has made no progress since is not preempted
+        again. It has the blocks it needs to make progress, so waiting for it ends.
         """
         while self._cache.shortage(request, upto) > 0:
             if self._cache.pins.yield_oldest():

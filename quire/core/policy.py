@@ -20,7 +20,10 @@ PATIENCE_S = 10.0
 
 
 class Policy(Protocol):
-    """A scheduling policy. Each scheduler has its own instance. Times are integers in nanoseconds: keys are exact."""
+    """A scheduling policy.
+
+    Each scheduler has its own instance. Times are integers in nanoseconds: keys are exact.
+    """
 
     @property
     def ledger(self) -> Ledger: ...
@@ -29,7 +32,10 @@ class Policy(Protocol):
         """Create an empty queue for the waiting requests of one tier."""
 
     def key(self, request: Request) -> int:
-        """Order of prompts within a turn, smallest first. It may increase while a request runs, and never decreases."""
+        """Order of prompts within a turn, smallest first.
+
+        It may increase while a request runs, and never decreases.
+        """
 
     def urgency(self, request: Request, now_ns: int) -> int:
         """Order in which running requests get memory, smallest first; the last is preempted first.
@@ -48,9 +54,10 @@ class Policy(Protocol):
 
 
 class Fair:
-    """Guaranteed shares for lower tiers, precedence of higher tiers for the rest, and fairness between tenants.
+    """Guaranteed shares for lower tiers, and fairness between tenants.
 
-    A waiting request preempts requests of a lower tier, unless that tier is owed service (has had less than its share).
+    Higher tiers have precedence for everything above the shares. A waiting request preempts requests of a lower tier,
+    unless that tier is owed service (has had less than its share).
     """
 
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
@@ -171,7 +178,10 @@ class Fcfs:
 def make_policy(
     name: str, patience_s: float | None = None, normal_share: float | None = None, low_share: float | None = None
 ) -> Policy:
-    """Create a policy by name. None: the policy's default. Raises if a setting does not apply to the policy."""
+    """Create a policy by name.
+
+    None: the policy's default. Raises if a setting does not apply to the policy.
+    """
     if name not in POLICIES:
         raise InvalidRequest(f"scheduling_policy = {name!r} is not one of {', '.join(POLICIES)}")
     if patience_s is not None and name != "aging":

@@ -1,4 +1,7 @@
-"""The prefix tree: finds cached blocks by content. Reads reference counts; only the pool changes them."""
+"""The prefix tree: finds cached blocks by content.
+
+Reads reference counts; only the pool changes them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def common_run(a: bytes, b: bytes) -> int:
 
 
 class PrefixHit(NamedTuple):
-    """Cached content that a request can use. Valid only until the next change of pool or tree: do not store it."""
+    """Cached content that a request can use.
+
+    Valid only until the next change of pool or tree: do not store it.
+    """
 
     blocks: tuple[KVCacheBlock, ...]  # full blocks, to be shared
     tail: KVCacheBlock | None  # the block after them, which matches in part
@@ -125,9 +131,10 @@ class PrefixTree:
     def explain(
         self, chain: TokenChain, limit: int, hit: PrefixHit, is_in_flight: Callable[[int], bool]
     ) -> CacheExplanation:
-        """Explain where a hit ends and why. Considers only content cached with the chain's own salt.
+        """Explain where a hit ends and why.
 
-        `is_in_flight(i)` returns whether a running request is computing full block `i` of this chain.
+        Considers only content cached with the chain's own salt. `is_in_flight(i)` returns whether a running request is
+        computing full block `i` of this chain.
         """
         num_blocks = len(hit.blocks)
         wants_block = limit >= (num_blocks + 1) * self.block_size
@@ -204,7 +211,10 @@ class PrefixTree:
         return Inserted(True, superseded)
 
     def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
-        """Remove a block from the tree. Returns the other blocks that became unreachable and were removed too."""
+        """Remove a block from the tree.
+
+        Returns the other blocks that became unreachable and were removed too.
+        """
         key = block.key
         if key is None:
             self._remove_from_parent(block)

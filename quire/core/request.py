@@ -25,7 +25,10 @@ MIN_PENALTY = 1e-2
 
 
 class Priority(IntEnum):
-    """Tier of a request. Smaller is more urgent, so that `Aging` can multiply it by the patience."""
+    """Tier of a request.
+
+    Smaller is more urgent, so that `Aging` can multiply it by the patience.
+    """
 
     HIGH = 0
     NORMAL = 1
@@ -51,7 +54,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters and stop conditions. The constructor raises `InvalidRequest` for invalid values."""
+    """Sampling parameters and stop conditions.
+
+    The constructor raises `InvalidRequest` for invalid values.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -94,11 +100,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Always choose the most probable token. Dividing by a temperature this close to 0 would overflow."""
+        """Always choose the most probable token.
+
+        Dividing by a temperature this close to 0 would overflow.
+        """
         return self.temperature < MIN_TEMPERATURE
 
     def sample(self, index: int) -> SamplingParams:
-        """Parameters for one of the n samples of a prompt. Only the first sample computes prompt logprobs."""
+        """Parameters for one of the n samples of a prompt.
+
+        Only the first sample computes prompt logprobs.
+        """
         return self if index == 0 else replace(self, sample_index=index, prompt_logprobs=None)
 
 
@@ -278,7 +290,10 @@ class Request:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has computed more tokens than at its last preemption. If not, it is not preempted again."""
+        """Whether it has computed more tokens than at its last preemption.
+
+        If not, it is not preempted again.
+        """
         return self.num_computed > self.num_preempted_at
 
     @property
@@ -295,7 +310,10 @@ class Request:
         return self.tokens[self.num_prompt_tokens :].tolist()
 
     def sibling(self, request_id: int, sample_index: int) -> Request:
-        """Another sample of the same prompt (n > 1). It shares the prompt's blocks and has its own random numbers."""
+        """Another sample of the same prompt (n > 1).
+
+        It shares the prompt's blocks and has its own random numbers.
+        """
         sampling = replace(self.sampling, sample_index=sample_index)
         prompt = self.tokens[: self.num_prompt_tokens]
         return Request(

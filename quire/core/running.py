@@ -14,9 +14,10 @@ _order = attrgetter("urgency", "sequence")
 
 
 class RunningSet:
-    """Running requests ordered by (urgency, order of arrival). Each holds a batch row: its index in the runner's batch.
+    """Running requests ordered by (urgency, order of arrival).
 
-    The order is constant, because urgency does not change while a request runs. The last request is preempted first.
+    Each holds a batch row: its index in the runner's batch. The order is constant, because urgency does not change
+    while a request runs. The last request is preempted first.
     """
 
     def __init__(self, max_num_seqs: int, cache: KVCacheManager) -> None:

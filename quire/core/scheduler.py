@@ -87,7 +87,10 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def explain(self, request: Request) -> CacheExplanation:
-        """Explain how much of this request the cache would serve now, and why not more. Changes nothing."""
+        """Explain how much of this request the cache would serve now, and why not more.
+
+        Changes nothing.
+        """
         return self._planner.explain(request, self.cache.match(request))
 
     # Arrival and end of requests
@@ -118,7 +121,10 @@ class Scheduler:
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
-        """End a request in any state and free its blocks. Returns False if it is not running or waiting."""
+        """End a request in any state and free its blocks.
+
+        Returns False if it is not running or waiting.
+        """
         return self._end(request_id, FinishReason.CANCELLED)
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
@@ -132,7 +138,10 @@ class Scheduler:
         return self._end(request_id, FinishReason.STOP, num_output_tokens)
 
     def fail(self, request_id: int) -> bool:
-        """End a request that failed above the core. Returns False if it is not running or waiting."""
+        """End a request that failed above the core.
+
+        Returns False if it is not running or waiting.
+        """
         return self._end(request_id, FinishReason.ERROR)
 
     def drain(self) -> None:

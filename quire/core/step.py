@@ -35,7 +35,10 @@ class BlockCopy(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Everything a runner needs for one step. No block is both source and destination of copies."""
+    """Everything a runner needs for one step.
+
+    No block is both source and destination of copies.
+    """
 
     slices: tuple[SeqSlice, ...]
     copies: tuple[BlockCopy, ...]  # to be made before the forward pass

@@ -1,4 +1,4 @@
-"""Fair queuing between the tenants (API keys) of one tier: a virtual clock, and a queue ordered by it."""
+"""Fair queuing between the tenants (API keys) of one tier."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ class TenantClock:
 
 
 class TenantLane:
-    """The waiting requests of one tier: the tenant served least first, its requests in order of arrival.
+    """The waiting requests of one tier, ordered by the virtual time of their tenants.
 
-    Times never decrease, so an outdated heap entry is detected and corrected when it reaches the top.
+    The tenant served least is first; its requests are in order of arrival. Times never decrease, so an outdated heap
+    entry is detected and corrected when it reaches the top.
     """
 
     def __init__(self, clock: TenantClock) -> None:

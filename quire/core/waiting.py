@@ -1,4 +1,4 @@
-"""The waiting queue: bounded, with a lane for each tier, and a set of requests that wait for a prefix."""
+"""The waiting queue: a lane for each tier, and the requests that wait for a prefix."""
 
 from __future__ import annotations
 
@@ -117,6 +117,8 @@ class PrefixWaiters:
 
 
 class WaitingQueue:
+    """All waiting requests, up to a limit."""
+
     def __init__(self, make_lane: Callable[[Priority], Lane], max_requests: int) -> None:
         if max_requests < 1:
             raise InvalidRequest(f"{max_requests = } is less than 1")
@@ -151,7 +153,10 @@ class WaitingQueue:
             raise QueueFull(f"{len(self)} requests are waiting, which is the limit")
 
     def push(self, request: Request) -> None:
-        """Queue a request. `check_room` applies to arrivals only: a preempted request is always queued."""
+        """Queue a request.
+
+        `check_room` applies to arrivals only: a preempted request is always queued.
+        """
         self._ids.add(request.request_id)
         self._lanes[request.priority].push(request)
         self.num_tokens += len(request.tokens)

@@ -1,1 +1,1 @@
-"""Simulation of the scheduler: traces, simulated time, and the comparison with a replay on a live server."""
+"""Simulation of the scheduler on traces, and comparison with a live server."""

@@ -1,6 +1,7 @@
-"""Compares a replayed trace with the simulator: fits step times to a live server and computes the figures of both.
+"""Compares a trace replayed on a live server with its simulation.
 
-Knows nothing of HTTP: `quire/cli/replay_client.py` sends the requests and measures the times.
+Fits step times to the server and computes the figures of both. Knows nothing of HTTP: `quire/cli/replay_client.py`
+sends the requests and measures the times.
 """
 
 from __future__ import annotations
@@ -212,7 +213,10 @@ _ENDINGS = {
 
 
 def predicted(report: SimReport, overhead_s: float) -> Figures:
-    """Figures of a simulation as a client would measure them: each request spends `overhead_s` outside the engine."""
+    """Figures of a simulation as a client would measure them.
+
+    Each request spends `overhead_s` outside the engine.
+    """
     whole = predicted_part(report, overhead_s)
     return replace(
         whole, hit_rate=report.cache.hit_rate, num_preemptions=report.num_preemptions, num_steps=report.num_steps

@@ -17,12 +17,18 @@ def mixed(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
 
 
 def backlog(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """A LOW batch from the start, and HIGH requests at a tenth of the rate. Tests how long HIGH requests wait."""
+    """A LOW batch from the start, and HIGH requests at a tenth of the rate.
+
+    Tests how long HIGH requests wait.
+    """
     return _beside(num_requests, rate, seed, Priority.LOW, Priority.HIGH)
 
 
 def saturated(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """HIGH load above capacity, and LOW requests at a tenth of the rate. Tests the share that LOW requests get."""
+    """HIGH load above capacity, and LOW requests at a tenth of the rate.
+
+    Tests the share that LOW requests get.
+    """
     return _beside(num_requests, rate, seed, Priority.HIGH, Priority.LOW)
 
 

@@ -27,7 +27,10 @@ class RecordedTrace:
 
 
 def read_log(path: str) -> RecordedTrace:
-    """Read a log of `quire serve --log-format json`; `-` is standard input. Other log lines are ignored."""
+    """Read a log of `quire serve --log-format json`; `-` is standard input.
+
+    Other log lines are ignored.
+    """
     try:
         if path == "-":
             found = list(_parse_lines("standard input", sys.stdin))
@@ -62,7 +65,10 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[list[TraceRequest]
 
 
 def _parse(entry: dict[str, Any], number: int) -> list[TraceRequest]:
-    """One trace request per prompt and sample. A line has only their total lengths, which are divided equally."""
+    """One trace request per prompt and sample.
+
+    A line has only their total lengths, which are divided equally.
+    """
     finish = entry["finish"]
     if finish not in ("stop", "length", "cancelled"):
         return []

@@ -1,7 +1,7 @@
-"""Runs the real scheduler on a trace with simulated time, to compare policies and pool sizes without the hardware.
+"""Runs the real scheduler on a trace with simulated time.
 
-Only the device is simulated: `StepTime` gives the duration of a step. Queue, block pool, prefix tree, preemption and
-the step in flight are the production code.
+It compares policies and pool sizes without the hardware. Only the device is simulated: `StepTime` gives the duration of
+a step. Queue, block pool, prefix tree, preemption and the step in flight are the production code.
 """
 
 from __future__ import annotations
@@ -167,7 +167,10 @@ def simulate(
     step_time: StepTime,
     progress: Callable[[int], None] = lambda _done: None,
 ) -> SimReport:
-    """Simulate a whole trace. `progress` is called from time to time with the number of ended requests."""
+    """Simulate a whole trace.
+
+    `progress` is called from time to time with the number of ended requests.
+    """
     return _Simulation(trace, config, step_time, progress).run()
 
 
@@ -221,7 +224,10 @@ class _Simulation:
         )
 
     def _wait_for_work(self) -> bool:
-        """Advance the time to the next arrival if there is no work. Returns False at the end of the trace."""
+        """Advance the time to the next arrival if there is no work.
+
+        Returns False at the end of the trace.
+        """
         self._arrive()
         if self.scheduler.has_work:
             return True
@@ -255,7 +261,10 @@ class _Simulation:
                 self._end(number, Outcome.LEFT)
 
     def _result(self, plan: StepPlan) -> StepResult:
-        """Result of a step, with tokens from the trace. Ended requests get a placeholder, which the scheduler drops."""
+        """Result of a step, with tokens from the trace.
+
+        Ended requests get a placeholder, which the scheduler drops.
+        """
         tokens: list[tuple[int, ...]] = []
         for piece in plan.slices:
             output = self.outputs.get(piece.request_id)

@@ -240,10 +240,10 @@ def _is_part(part: Any) -> bool:
 
 
 def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: float = 0.6) -> list[TraceRequest]:
-    """Generate the mixed load of a small team: chats of several turns, single questions, batch jobs over documents.
+    """Generate the mixed load of a small team.
 
-    Arrivals are Poisson with bursts. Chats are HIGH and share a system prompt, single questions are NORMAL, batch jobs
-    are LOW and long. `rate` is in requests per second.
+    It consists of chats of several turns (HIGH, with a shared system prompt), single questions (NORMAL) and long batch
+    jobs over documents (LOW). Arrivals are Poisson with bursts. `rate` is in requests per second.
     """
     check_synthetic(num_requests, rate)
     random = Random(seed)
@@ -273,7 +273,7 @@ def check_synthetic(num_requests: int, rate: float) -> None:
 
 
 def _chat_turn(random: Random, number: int, now_s: float, chats: list[tuple[tuple[str, int], ...]]) -> TraceRequest:
-    """A new chat or the next turn of one: the history, a new question, and an answer that the next turn contains."""
+    """A new chat or the next turn of one: the history, a question, and an answer for the next turn."""
     history: tuple[tuple[str, int], ...] = (("system prompt", 400),)
     if chats and random.random() < 0.7:
         history = chats.pop(random.randrange(len(chats)))
