@@ -17,7 +17,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -99,6 +99,12 @@ sanitize: $(STAMP)  ## the native backend's tests, its C under the address and u
 
 clients: $(STAMP)  ## clients nobody here wrote, in environments of their own, against the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+wheel: $(STAMP)  ## the wheel of this platform, into dist/
+	@mkdir -p dist && rm -f dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
+		$$(command -v cmake >/dev/null && echo --no-build-isolation) .
+	@ls -l dist/*.whl
 
 clean:          ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
