@@ -17,7 +17,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -99,6 +99,9 @@ sanitize: $(STAMP)  ## the native backend's tests, its C under the address and u
 
 clients: $(STAMP)  ## clients nobody here wrote, in environments of their own, against the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+docs: $(STAMP)    ## docs/options.md, from the options of the commands
+	@$(BIN)/python -m tests.options_page
 
 wheel: $(STAMP)  ## the wheel of this platform, into dist/
 	@mkdir -p dist && rm -f dist/*.whl

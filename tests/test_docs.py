@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import COMMANDS, FILES, app
+from tests import options_page
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +107,10 @@ def test_every_core_file_is_in_the_internals() -> None:
         path.name for path in (ROOT / "quire/core").glob("[a-z]*.py") if f"quire/core/{path.name}" not in page
     ]
     assert not unmentioned
+
+
+def test_the_reference_of_options_is_current() -> None:
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
