@@ -17,7 +17,7 @@ JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel docs clean
 
 help:           ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -101,6 +101,15 @@ sanitize: $(STAMP)  ## run the native backend's tests with the address and undef
 
 clients: $(STAMP)  ## run third-party clients, each in its own environment, with the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+docs: $(STAMP)    ## generate docs/options.md from the options of the commands
+	@$(BIN)/python -m tests.options_page
+
+wheel: $(STAMP)  ## build the wheel of this platform into dist/
+	@mkdir -p dist && rm -f dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
+		$$(command -v cmake >/dev/null && echo --no-build-isolation) .
+	@ls -l dist/*.whl
 
 clean:          ## remove all files created by the other targets
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import COMMANDS, FILES, app
+from tests import options_page
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
@@ -87,9 +88,10 @@ def exists(name: str, names: set[str]) -> bool:
     return name in names or name.removesuffix("s") in names or name in NOT_NAMES
 
 
-def test_every_name_in_the_architecture_exists() -> None:
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "internals.md", "source-terms.md"])
+def test_every_name_in_the_architecture_exists(page: str) -> None:
     names = defined_names()
-    missing = sorted(name for name in quoted(ROOT / "docs/ARCHITECTURE.md") if not exists(name, names))
+    missing = sorted(name for name in quoted(ROOT / "docs" / page) if not exists(name, names))
     assert not missing
 
 
@@ -99,12 +101,16 @@ def test_the_check_itself_can_fail() -> None:
         assert not exists(name, names)
 
 
-def test_every_core_file_is_in_the_architecture() -> None:
-    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+def test_every_core_file_is_in_the_internals() -> None:
+    page = (ROOT / "docs/internals.md").read_text()
     unmentioned = [
         path.name for path in (ROOT / "quire/core").glob("[a-z]*.py") if f"quire/core/{path.name}" not in page
     ]
     assert not unmentioned
+
+
+def test_the_reference_of_options_is_current() -> None:
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -58,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_is_for_any_python_3_of_a_platform(wheel: Path) -> None:
     name, version, python, abi, platform = wheel.stem.split("-")
-    assert (name, version, python, abi) == ("quire", __version__, "py3", "none")
+    assert (name, version, python, abi) == ("quire_llm", __version__, "py3", "none")
     assert platform.startswith(("linux_", "macosx_"))
 
 
