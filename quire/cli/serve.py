@@ -219,8 +219,10 @@ def _state_dir(given: str | None) -> Path | None:
     """By default where programs of this user keep their state."""
     if given is not None:
         return None if given.lower() == "none" else Path(os.path.abspath(os.path.expanduser(given)))
-    shared = os.environ.get("XDG_STATE_HOME")
-    return (Path(shared) if shared else Path.home() / ".local" / "state") / "quire"
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
+    except RuntimeError:  # a user without a home directory
+        return None
 
 
 def announce(startup: Startup) -> None:

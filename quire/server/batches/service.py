@@ -70,8 +70,8 @@ class BatchService:
     async def start(self) -> None:
         """Continue what a server before this one left, once a model is loaded. Creates nothing."""
         self._in_flight = asyncio.Semaphore(min(MAX_IN_FLIGHT, self._sender.max_num_seqs))
-        if (self.store.path / "batches").is_dir():
-            with suppress(Exception):  # it is in the log; requests get the error
+        with suppress(Exception):  # it is in the log; requests get the error
+            if (self.store.path / "batches").is_dir():
                 await self.open()
 
     async def open(self) -> None:
