@@ -36,6 +36,9 @@ CONTEXT = {"auto_envvar_prefix": "QUIRE"}
 OTHER_VARIABLES = {"QUIRE_CACHE", "QUIRE_SERVER"}
 Opt = typer.Option
 Texts = list[str] | None
+StateDirOption = Annotated[
+    str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
+]
 
 
 def _many(what: str) -> Any:
@@ -110,9 +113,7 @@ def serve(
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
     drain: Annotated[float, Opt(help="Seconds for requests under way after SIGTERM.")] = 30.0,
     max_body_size: Annotated[str, Opt(metavar="SIZE", help="Largest body of a request.")] = "16M",
-    state_dir: Annotated[
-        str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
-    ] = None,
+    state_dir: StateDirOption = None,
     max_file_size: Annotated[str, Opt(metavar="SIZE", help="Largest uploaded file.")] = "200M",
     max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Largest size of all files of one key.")] = "2G",
     body_timeout: Annotated[float, Opt(help="Seconds for a body to arrive, and one for each MiB.")] = 10.0,
