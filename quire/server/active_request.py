@@ -16,7 +16,7 @@ from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
 from quire.server.auth import Key
-from quire.server.errors import ApiError, from_quire
+from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import QueueTicket
 from quire.server.observability.activity import ActivityCounters
@@ -294,6 +294,8 @@ class ActiveRequest:
         match error:
             case ClientGone():
                 return "cancelled", None
+            case ApiError(kind=Kind.CANCELLED):
+                return "cancelled", error.reason
             case ApiError():
                 return "error", error.reason
             case QuireError():

@@ -40,6 +40,8 @@ class Route(Protocol):
     @property
     def streams(self) -> bool: ...
     @property
+    def generates(self) -> bool: ...
+    @property
     def tag(self) -> str: ...
     @property
     def query(self) -> type[msgspec.Struct] | None: ...
@@ -54,6 +56,7 @@ STATUSES = {
     408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests: of this key, or of everyone. `Retry-After` says when to come back.",
+    499: "The request was cancelled by an admin, or with its own key.",
     500: "The server failed at this request, or the model's process died under it.",
     503: "Starting, shutting down or stuck. `Retry-After` says when to come back.",
     529: "The queue is full. `Retry-After` says when to come back.",
@@ -279,6 +282,8 @@ def _statuses(route: Route) -> list[int]:
         found |= {400, 404, 408, 413, 429}
         if route.dialect.name == "anthropic":
             found.add(529)
+    if route.generates:
+        found.add(499)
     if _PARAMETER.search(route.path):
         found.add(404)
     if route.query is not None:
