@@ -170,7 +170,8 @@ class Model:
 
         shared = self._shared
         names, limits = self.names, shared.limits
-        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas)
+        max_tokens = None if config.default_max_tokens == -1 else config.default_max_tokens
+        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas, max_tokens)
         self.metrics.forget_worker()
         await self._start(service)
         self.door.expect(_intake(service.client))

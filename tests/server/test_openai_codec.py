@@ -316,6 +316,14 @@ def test_completions_may_ask_for_no_answer() -> None:
     assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
 
 
+def test_a_limit_of_minus_one_asks_for_the_rest_of_the_context() -> None:
+    """Without a limit the server's default holds, so that the two must be told apart."""
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"n_predict": -1}):
+        assert (chat(**fields).params.max_tokens, chat(**fields).is_unbounded) == (None, True)
+    assert (chat().params.max_tokens, chat().is_unbounded) == (None, False)
+    assert completion(max_tokens=-1).is_unbounded
+
+
 def test_thinking_is_switched_by_a_field_of_its_own() -> None:
     for fields, expected in (
         ({"enable_thinking": False}, False),
@@ -335,6 +343,7 @@ def test_stream_options_are_for_the_encoder() -> None:
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"temperature": 2.5}, "temperature = 2.5 is not at least 0 and at most 2", "temperature"),
     ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
     ({"stream_options": {"include_usage": True}}, "stream_options is only for stream = true", "stream_options"),
     ({"top_k": -2}, "top_k = -2 is not", "top_k"),
@@ -487,7 +496,7 @@ def test_types_describe_themselves() -> None:
     kinds = [types.ChatCompletionRequest, types.CompletionRequest, types.ChatCompletionChunk, types.ErrorAnswer]
     _, schemas = msgspec.json.schema_components(kinds)
     fields = schemas["ChatCompletionRequest"]["properties"]
-    assert {"minimum": 0, "maximum": 100, "type": "number"} in fields["temperature"]["anyOf"]
+    assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
     assert fields["functions"]["description"].startswith("Not supported: it is the older form")
     assert fields["user"]["description"].startswith("Accepted, without effect")
 
@@ -1054,7 +1063,7 @@ class MadeUpWork:
     """What a codec reads of a Work."""
 
     def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
-        self.ask = ask
+        self.request = ask
         self.request_id = "req_1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -1151,6 +1160,7 @@ STATUSES = {
     Kind.UNAVAILABLE: (503, "server_error", "service_unavailable"),
     Kind.FAILED: (500, "server_error", None),
     Kind.DIED: (500, "server_error", "engine_died"),
+    Kind.CANCELLED: (499, "request_cancelled", "request_cancelled"),
 }
 
 

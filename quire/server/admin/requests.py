@@ -88,11 +88,13 @@ def _visible(context: RequestContext) -> list[ActiveRequest | OpeningRequest]:
 def _view(one: ActiveRequest | OpeningRequest) -> RequestView:
     state: Literal["loading", "waiting", "running"] = "waiting"
     prompt_tokens, cached_tokens, completion_tokens = None, 0, 0
+    max_tokens = one.request.params.max_tokens
     if isinstance(one, ActiveRequest):
         state = "running" if one.is_started else "waiting"
         usage = one.usage
         prompt_tokens, cached_tokens = usage.prompt_tokens, usage.cached_tokens
         completion_tokens = usage.completion_tokens
+        max_tokens = one.requests[0].sampling.max_tokens
     elif one.served_by.state is not ModelState.READY:
         state = "loading"
     return RequestView(
@@ -105,7 +107,7 @@ def _view(one: ActiveRequest | OpeningRequest) -> RequestView:
         is_streaming=one.request.is_streaming,
         age_s=round(time.monotonic() - one.caller.arrived_s, 2),
         num_samples=one.request.params.n * len(one.request.prompts),
-        max_tokens=one.request.params.max_tokens,
+        max_tokens=max_tokens,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         completion_tokens=completion_tokens,

@@ -130,9 +130,14 @@ FIELDS = {
     "json_schema": "A schema, or its JSON text, that the answer must follow.",
     "logit_bias": "Token id to a number from -100 to 100 that is added to its logit.",
     "logprobs": "Return log probabilities.",
-    "max_completion_tokens": "The longest answer, in tokens. -1: no limit.",
-    "max_output_tokens": "The longest answer, in tokens.",
-    "max_tokens": "The longest answer, in tokens. -1: no limit. 0, in completions: none.",
+    "max_completion_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. Unless given: --default-max-tokens, 4096."
+    ),
+    "max_output_tokens": "The longest answer, in tokens. Unless given: --default-max-tokens, 4096.",
+    "max_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. 0, in completions: none."
+        " Unless given: in completions 16, else --default-max-tokens, 4096."
+    ),
     "messages": "The conversation, oldest first.",
     "min_p": "0 to 1: only tokens at least this probable, relative to the most probable one.",
     "min_tokens": "The shortest answer, in tokens.",
@@ -161,7 +166,7 @@ FIELDS = {
     "stream_options": "What a stream says besides text.",
     "structured_outputs": "What the answer must look like, in one of several ways.",
     "system": "Instructions ahead of the conversation.",
-    "temperature": "0: always the most probable token. By default the model's own, else 1.",
+    "temperature": "0 to 2 (Anthropic: 1); 0: always the most probable token. By default the model's own, else 1.",
     "tokens": "Token ids.",
     "tool_choice": "Whether to call a tool, and which.",
     "tools": "Functions that the answer may call; the client runs them.",
