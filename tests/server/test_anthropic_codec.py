@@ -477,6 +477,7 @@ class FakeWork:
     num_cached: int = 0
     pinned_tokens: int = 0
     cache: CacheExplanation | None = None
+    cache_text: None = None
     error: Exception | None = None
     request_id: str = "req_1"
     model: str = "tiny"

@@ -41,6 +41,7 @@ from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.text.answers import AnswerParser
+from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
@@ -1071,6 +1072,7 @@ class MadeUpWork:
         self.usage = USAGE
         self.num_thought_tokens = 0
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10),)
         self._batches = batches
 
@@ -1135,6 +1137,17 @@ def test_the_cache_in_words(reason: StopReason, num_tokens: int, message: str) -
     assert (found.matched_tokens, found.matched_blocks, found.prompt_tokens) == (num_tokens, num_tokens // 32, 1060)
     assert found.stopped_at == (None if reason is StopReason.COMPLETE else num_tokens)
     assert found.reason == reason.value
+
+
+def test_a_prompt_that_diverged_is_quoted() -> None:
+    text = Excerpt("…Name three", " rivers.")
+    found = view(CacheExplanation(26, 0, 26, StopReason.DIVERGED), 34, text)
+    assert found.message.endswith(' It diverges between "…Name three" and " rivers.".')
+    assert found.stopped_text is not None
+    assert (found.stopped_text.before, found.stopped_text.after) == ("…Name three", " rivers.")
+    other = view(CacheExplanation(26, 0, 26, StopReason.EVICTED), 34, text)
+    assert "rivers" not in other.message
+    assert other.stopped_text == found.stopped_text
 
 
 def test_every_reason_has_a_sentence() -> None:

@@ -448,6 +448,7 @@ class MadeUpWork:
         self.pinned_tokens = 10
         self.num_thought_tokens = 3
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),)
         self.closed: list[Exception | None] = []
         self._deltas = deltas
