@@ -284,13 +284,9 @@ class Gate:
         name = _split(f"//{host}").hostname or ""
         is_known = _is_local(name) or (not self.is_local and _is_private(name))
         if not self.keys and not {"*", name} & {*self.allowed_hosts} and not is_known:
-            text = f"Host = {host!r:.80} is not a name of this machine, and there is no API key"
-            hint = (
-                f"start the server with --allowed-hosts {name:.80}, or with --api-key"
-                if name
-                else "see --allowed-hosts"
-            )
-            raise ApiError(Kind.PERMISSION, f"{text}: {hint}", reason="host")
+            text = f"Host = {host!r:.80} is not a name of this machine, and there is no API key: "
+            hint = f"start the server with --allowed-hosts {name:.80}, or with --api-key"
+            raise ApiError(Kind.PERMISSION, text + hint, reason="host")
 
 
 def _split(url: str) -> SplitResult:

@@ -339,7 +339,7 @@ def test_the_page_shows_every_route_field_and_a_command(document: dict[str, Any]
     assert any("http://127.0.0.1:8000/under/v1/models/some/model'" in one for one in commands)
     (health,) = [one for one in commands if one.endswith("/health'")]
     assert "Authorization" not in health
-    assert sum('"Authorization: Bearer $QUIRE_API_KEY"' in one for one in commands) == len(ROWS) - 1
+    assert not any("Authorization" in one for one in commands)  # this server asked for no key
 
 
 @needs_node
