@@ -223,7 +223,7 @@ class _NoRoute:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-    def connect(self, address: object) -> None:
+    def connect(self, _address: object) -> None:
         raise OSError("Network is unreachable")
 
 
