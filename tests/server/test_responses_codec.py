@@ -429,7 +429,8 @@ class Script:
     def push(self, text: str) -> list[Piece]:
         return self._meanings.get(text, [Words(text)] if text else [])
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
         return self._meanings.get("end", [])
 
 
