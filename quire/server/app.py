@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ from quire.server.request_context import Handler, RequestContext, RequestLimits,
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
 
+_ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # also what is not served
 PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # of no public DNS
 
 
@@ -350,7 +352,9 @@ class Path:
         """Of the path; some are asked by clients of several protocols."""
         if self._first.dialect is OLLAMA or context.request.scope["path"].startswith("/api/"):
             return OLLAMA
-        return ANTHROPIC if "anthropic-version" in context.request.headers else self._first.dialect
+        is_anthropic = "anthropic-version" in context.request.headers
+        is_anthropic |= _ANTHROPIC_PATH.match(context.request.scope["path"]) is not None
+        return ANTHROPIC if is_anthropic else self._first.dialect
 
     def _pass(self, endpoint: Endpoint | None) -> Handler:
         async def handle(context: RequestContext) -> Response:

@@ -264,10 +264,10 @@ def test_a_keep_alive_that_is_none(given: str) -> None:
 
 def test_a_model_is_found_with_the_default_tag_and_without() -> None:
     names = {"small": 1, "org/name:Q4": 2, "odd:latest": 3}
-    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get))
-    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3}
+    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get, default=1))
+    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3, "": 1}
     assert {name: cast(Any, find_model(models, name)) for name in expected} == expected
-    for name in ("large", "small:8b", "", ":latest"):
+    for name in ("large", "small:8b", ":latest"):
         with pytest.raises(ApiError, match=f"^model '{name}' not found; this server has small, ") as info:
             find_model(models, name)
         assert OLLAMA.status(info.value) == 404

@@ -29,6 +29,7 @@ from quire.server.protocols.anthropic.parsing import (
 )
 from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
+    ANTHROPIC_MODELS,
     AnswerBlock,
     AppliedEdits,
     CacheCreation,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
-ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 

@@ -56,6 +56,8 @@ _MAX_DURATION_CHARS = 32
 
 def find_model(models: Models, name: str) -> Model:
     """By its name, or without Ollama's default tag. Raises ApiError in the words that Ollama's clients look for."""
+    if not name:
+        return models.default
     for known in (name, name.removesuffix(DEFAULT_TAG)):
         if known in models.names:
             return models.find(known)

@@ -77,7 +77,6 @@ REFUSED = {
 }
 
 ACCEPTED = {
-    "repeat_last_n": "penalties look at the whole prompt and answer",
     "mirostat_tau": "it is a setting of mirostat",
     "mirostat_eta": "it is a setting of mirostat",
     "dynatemp_exponent": "it is a setting of dynatemp_range",

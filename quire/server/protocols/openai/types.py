@@ -107,6 +107,7 @@ class GenerationBody(OtherServersFields, kw_only=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
     repeat_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, _within(minimum=-1)] | None = None  # llama.cpp's
     logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
     seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
     stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
