@@ -220,10 +220,8 @@ class ModelService:
     ) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_model_len:
-            text = (
-                f"prompt has {len(tokens)} tokens; this model's maximum context length is {self.max_model_len} tokens"
-            )
-            raise ContextTooLong(f"{text}, the answer included: {TOO_LONG_HINT}")
+            limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
+            raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
         chat = prompt if isinstance(prompt, ChatRequest) else None
         params = self._bounded(request)
         built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)

@@ -133,7 +133,7 @@ def test_a_prompt_that_is_too_long_says_what_to_do(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "word " * 5000}]}
     message = server.post("/v1/chat/completions", body).json["error"]["message"]
     assert re.fullmatch(
-        r"messages has \d+ tokens; this model's maximum context length is 4096 tokens, the answer included:"
+        r"messages of \d+ tokens does not fit: this model's maximum context length is 4096 tokens, the answer included;"
         r" shorten it, or serve a model with a longer context",
         message,
     ), message
