@@ -326,11 +326,11 @@ def test_tools_that_a_server_runs_are_left_out_and_named() -> None:
     ask = parse(tools=[SEARCH, WEATHER])
     assert [tool.name for tool in chat_of(ask).tools] == ["get_weather"]
     assert chat_of(ask).tools[0].schema_path == "tools.1.input_schema"
-    assert ask.ignored == ("tools.0.web_search_20250305",)
+    assert ask.ignored == ("tools[0].web_search_20250305",)
 
 
 def test_a_server_s_tool_needs_no_name() -> None:
-    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools.0.mcp_toolset",)
+    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools[0].mcp_toolset",)
     with pytest.raises(ApiError, match=r"tools\.0\.name is missing"):
         parse(tools=[{"description": "x"}])
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,20 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200
     names = set(answer.headers["x-quire-ignored-fields"].split(", "))
-    assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
+    assert names == {"messages[0].content[0].cache_control", "messages[1].mood", "stream_options.speed", "b?d?name"}
+
+
+def test_fields_of_a_tool_that_is_left_out_are_not_named(server: Server) -> None:
+    function = {"type": "function", "function": {"name": "f"}, "cost": 1}
+    search = {"type": "web_search", "max_uses": 3, "cost": 1}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "mood": 1}
+    answer = server.post("/v1/chat/completions", {**body, "tools": [search, function]})
+    assert answer.headers["x-quire-ignored-fields"] == "mood, tools[1].cost, tools[0].web_search"
+    body |= {"model": "tiny", "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        named = server.post(path, body).headers["x-quire-ignored-fields"].split(", ")
+        assert "tools[0].web_search_20250305" in named
+        assert "tools[0].max_uses" not in named
 
 
 def test_what_a_template_does_not_know_is_named(server: Server) -> None:

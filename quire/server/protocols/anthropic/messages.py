@@ -89,7 +89,7 @@ async def count_tokens(context: RequestContext) -> Response:
     refuse_unsupported(body)
     grammar_of(body)  # a body that would be refused is not counted either
     found = conversation(body)
-    context.note(IGNORED, found.ignored)
+    context.note_ignored(found.ignored)
     edited = await _edited(context, body, found.chat)
     service = await context.use(_served_name(context, body.model))
     num_tokens = len(await service.encode(edited.chat))

@@ -160,7 +160,7 @@ def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
             if is_forced:
                 text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
                 raise unsupported("tool_choice.name", text)
-            ignored.append(f"tools.{i}.{tool.type}")
+            ignored.append(f"tools[{i}].{tool.type}")
         elif not tool.defer_loading or is_forced or tool.name in references:
             tools.append(_tool(tool, f"tools.{i}"))
     return _Tools(tuple(tools), choice, tuple(ignored))
@@ -337,7 +337,7 @@ def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
         where = path.replace(".schema", ".type")
         raise unsupported(where, f"{where} = {given.type!r:.80} is not supported: only json_schema is")
     try:
-        return json_schema_grammar(_given(given.schema, path), strict=False)
+        return json_schema_grammar(_given(given.schema, path), strict=bool(given.strict))
     except InvalidRequest as error:
         raise shape_error(path, error) from None
 

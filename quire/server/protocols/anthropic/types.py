@@ -68,6 +68,10 @@ class Block(Struct, frozen=True):
 class OutputFormat(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["json_schema"])]
     schema: dict[str, Any] | None = None
+    strict: Annotated[
+        bool | None,
+        _says("Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
 
 
 class OutputConfig(Struct, frozen=True, kw_only=True):

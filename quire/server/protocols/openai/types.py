@@ -87,6 +87,10 @@ class StructuredOutputs(Struct, kw_only=True):
     choice: list[str] | None = None
     grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark, or in GBNF.")] = None
     json_object: bool | None = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
 
 
 class GenerationBody(OtherServersFields, kw_only=True):
