@@ -236,6 +236,17 @@ ASKED: dict[str, tuple[Any, str]] = {
     "fallback_credit_token": ("t", "fallback_credit_token"),
     "inference_geo": ("eu", "inference_geo"),
     "speed": ("fast", "speed"),
+    "format": ("json", "format"),
+    "response_format": ({"type": "json_object"}, "response_format.type"),
+    "structured_outputs": ({"json": {}, "regex": "a"}, "structured_outputs.regex"),
+    "json_schema": ({"type": "object"}, "json_schema.type"),
+    "regex": ("a", "regex"),
+    "grammar": ('root ::= "a"', "grammar"),
+    "ebnf": ('root ::= "a"', "ebnf"),
+    "guided_json": ("{}", "guided_json"),
+    "guided_regex": ("a", "guided_regex"),
+    "guided_choice": (["a"], "guided_choice"),
+    "guided_grammar": ("a", "guided_grammar"),
 }
 
 
@@ -261,6 +272,7 @@ NOTHING: tuple[Any, ...] = ([], {}, "", None)
         {"output_config": {"format": None, "effort": None}},
         {"diagnostics": {"previous_message_id": None}},
         {"speed": "standard"},
+        {"response_format": {"type": "text"}},
         {"inference_geo": "global"},
     ],
 )

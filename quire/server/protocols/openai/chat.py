@@ -32,10 +32,12 @@ from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
     cache_ttl_s,
+    has_no_budget,
     in_their_words,
     includes_usage,
     params_of,
     says_usage_always,
+    thinking_fields,
     ttl_s,
 )
 from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
@@ -118,7 +120,9 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
         request = ask_of(body, (chat,), params, _breakpoints(body))
         request = replace(
-            request, ignored=(*request.ignored, *ignored), switches_thinking=body.enable_thinking is not None
+            request,
+            ignored=(*request.ignored, *ignored),
+            thinking_fields=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
         )
         return with_unenforced(request, shape_field(body))
 
@@ -135,7 +139,7 @@ def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=False if body.reasoning_effort == "none" else body.enable_thinking,
+        wants_thought=False if body.reasoning_effort == "none" or has_no_budget(body) else body.enable_thinking,
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored

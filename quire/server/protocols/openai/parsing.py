@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from quire.core.request import Priority
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
-from quire.server.inference_request import MAX_BREAKPOINTS, Breakpoint, InferenceRequest, Prompt, priority_of
+from quire.server.inference_request import (
+    MAX_BREAKPOINTS,
+    Breakpoint,
+    InferenceRequest,
+    Prompt,
+    ThinkingField,
+    priority_of,
+)
 from quire.server.protocols.openai import other_servers
 from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape
@@ -126,9 +133,31 @@ def ask_of(
 def _ignored(body: GenerationBody) -> Iterator[str]:
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         yield "repeat_last_n"  # penalties look at the whole prompt and answer, as -1 asks for
+    for name in other_servers.BUDGETS:
+        if getattr(body, name) not in (None, 0, -1):
+            yield name
     for name in other_servers.ACCEPTED:
         if getattr(body, name) is not None:
             yield name
+
+
+class _ThinkingBody(Protocol):
+    @property
+    def enable_thinking(self) -> bool | None: ...
+
+
+def thinking_fields(body: _ThinkingBody, effort_field: str, effort: str | None) -> tuple[ThinkingField, ...]:
+    """The fields of the body that say whether to think, or how much."""
+    found = [] if effort is None else [ThinkingField(effort_field, False if effort == "none" else None)]
+    if body.enable_thinking is not None:
+        found.append(ThinkingField("enable_thinking", body.enable_thinking))
+    found += [ThinkingField(name, False) for name in other_servers.BUDGETS if getattr(body, name) == 0]
+    return tuple(found)
+
+
+def has_no_budget(body: GenerationBody) -> bool:
+    """Whether thinking is switched off by a budget of 0 tokens."""
+    return any(getattr(body, name) == 0 for name in other_servers.BUDGETS)
 
 
 def _refuse_contradictions(body: GenerationBody) -> None:
