@@ -71,8 +71,10 @@ REFUSED = {
     "kv_transfer_params": Unsupported("prompt and answer are computed in one place", ({},)),
 }
 
-# How many tokens of thought. 0: do not think; others have no effect: max_tokens bounds thought and answer together.
+# How many tokens to think.
 BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget")
+
+_BUDGET = "0: do not think. Others: no effect, max_tokens bounds thought and answer together."
 
 ACCEPTED = {
     "mirostat_tau": "it is a setting of mirostat",
@@ -116,7 +118,7 @@ else:
         "OtherServersFields",
         [
             *(_field(name, f"Not supported: {row.why}.") for name, row in REFUSED.items()),
-            *(_field(name, "0: do not think. Others: no effect, max_tokens bounds the whole.") for name in BUDGETS),
+            *((name, Annotated[int, Meta(description=_BUDGET)] | None, None) for name in BUDGETS),
             *(_field(name, f"Accepted, without effect: {why}.") for name, why in ACCEPTED.items()),
         ],
         kw_only=True,
