@@ -37,7 +37,7 @@ from quire.engine.worker.protocol import (
     from_worker,
     pack,
 )
-from quire.engine.worker.worker import QUESTIONS, Observer, Worker
+from quire.engine.worker.worker import READ_ONLY, Observer, Worker
 from quire.errors import InvariantViolation
 
 CAPACITY = Capacity(num_blocks=40, block_size=4, max_num_seqs=4, max_model_len=100, vocab_size=50)
@@ -153,7 +153,7 @@ def test_a_broken_law_is_counted_and_the_cache_is_given_up(
         peer.answer(3, tuple(range(20)))  # and it goes on
         assert done.acquire(timeout=LIMIT_S)
         assert peer.stats().num_violations == 1
-    assert "a law of the core is broken" in caplog.text
+    assert "an invariant of the core is broken" in caplog.text
 
 
 def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_one_audit_is_enough_for_one_rest(monkeypatch: pytest.MonkeyPatch) -> No
 
 def held_audit(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> Audits:
     """An audit of many slices that has come to the end of the first."""
-    monkeypatch.setattr("quire.engine.worker.worker.MAX_LOOKED_AT", 4)
+    monkeypatch.setattr("quire.engine.worker.worker.MAX_VISITED_BLOCKS", 4)
     monkeypatch.setattr("quire.engine.worker.worker.AUDIT_AFTER_S", 0.01)
     audits = Audits(monkeypatch)
     audits.is_held = True
@@ -217,7 +217,7 @@ def test_a_question_is_answered_and_the_audit_goes_on(monkeypatch: pytest.Monkey
 def test_every_message_is_a_question_or_a_change() -> None:
     """A new kind of message counts as a change, unless somebody says that it is none."""
     changes = {Add, Cancel, Finish, ClearCache, PinCache, UnpinCache}
-    assert {*QUESTIONS, *changes, Load} == set(get_args(ToWorker))
+    assert {*READ_ONLY, *changes, Load} == set(get_args(ToWorker))
 
 
 def test_a_start_is_told_before_its_step_and_once() -> None:

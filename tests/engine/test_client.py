@@ -138,7 +138,7 @@ def test_a_generation_knows_its_wait_and_its_cache_from_the_moment_it_starts(tin
             news = asyncio.Event()
             asked = request(engine, LONG)
             taken: list[list[Delta]] = []
-            generation = await engine.submit(asked, news=news, on_start=lambda one: taken.append(one.take()))
+            generation = await engine.submit(asked, updated=news, on_start=lambda one: taken.append(one.take()))
             assert (generation.is_started, generation.queued_s, generation.cache) == (False, None, None)
             await news.wait()
             assert generation.is_started
@@ -206,7 +206,7 @@ def test_generations_that_share_their_news_all_come_to_their_end(tiny_model: Pat
         async with client(tiny_model, backend="fake") as engine:
             news = asyncio.Event()
             asked = [request(engine, f"Prompt {i}", max_tokens=5 + 7 * i, n=1 + i % 2) for i in range(6)]
-            generations = [await engine.submit(one, news=news) for one in asked]
+            generations = [await engine.submit(one, updated=news) for one in asked]
             seen = await serve_all(generations, news)
             for one, generation, deltas in zip(asked, generations, seen, strict=True):
                 completion = generation.answers.output().completions[0]
@@ -227,8 +227,8 @@ def test_a_cancelled_generation_is_over_and_one_that_waits_frees_its_place(tiny_
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
             news = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=2000), news=news)
-            waiting = await engine.submit(request(engine, max_tokens=2000), news=news)
+            running = await engine.submit(request(engine, max_tokens=2000), updated=news)
+            waiting = await engine.submit(request(engine, max_tokens=2000), updated=news)
             await until(lambda: bool(running.take()))
             assert (await usage(engine))[:2] == (1, 1)
             waiting.cancel()

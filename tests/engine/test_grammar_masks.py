@@ -41,7 +41,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.grammars = Grammars(lambda: (tokenizer, eos_token_ids), tokenizer.vocab_size)
-        words = grammars_module.Words(
+        words = grammars_module.VocabularyAdapter(
             tokenizer,
             grammar_trial.Vocabulary(
                 tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],

@@ -51,8 +51,8 @@ def test_who_ran_is_told_of_the_death_and_who_waited_may_ask_again(tiny_model: P
     async def work() -> None:
         async with client(tiny_model, backend="fake", max_num_seqs=1, device="20ms") as engine:
             news = asyncio.Event()
-            running = await engine.submit(request(engine, max_tokens=3000), news=news)
-            waiting = await engine.submit(request(engine), news=news)
+            running = await engine.submit(request(engine, max_tokens=3000), updated=news)
+            waiting = await engine.submit(request(engine), updated=news)
             await until(lambda: bool(running.take()))
             kill(engine)
             with pytest.raises(WorkerDied, match="was ended by SIGKILL") as died:
@@ -249,8 +249,8 @@ def test_a_worker_moves_unless_it_is_silent_with_work(tiny_model: Path) -> None:
             await engine.start()
 
             def is_moving_a_minute_later() -> bool:
-                assert engine._link is not None
-                engine._link.process._heard_s -= 60
+                assert engine._connection is not None
+                engine._connection.process._heard_s -= 60
                 return engine.is_moving
 
             states.append(is_moving_a_minute_later())  # nothing is asked of it: silence means nothing
@@ -287,7 +287,7 @@ def test_a_worker_that_announced_a_long_step_moves(monkeypatch: pytest.MonkeyPat
     async def work() -> list[float]:
         news: list[Any] = []
         process = WorkerProcess(news.append, lambda _: None)
-        process.expect_news(60.0)
+        process.expect_message(60.0)
         found = [process.announced_s]
         await until(lambda: len(news) == 1)
         found.append(process.announced_s)

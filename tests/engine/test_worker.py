@@ -129,7 +129,7 @@ def test_a_worker_that_hangs_is_ended(tiny_model: Path) -> None:
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(1.5)  # idle: silence means nothing
             assert engine.worker_pid == pid
-            with pytest.raises(WorkerDied, match="no sign of life for 1 s"):
+            with pytest.raises(WorkerDied, match="sent no message for 1 s"):
                 await engine.generate(request(engine))
             assert not is_running(pid)
 
@@ -204,8 +204,8 @@ def test_a_successor_does_not_suffer_for_its_predecessor(tiny_model: Path, monke
     async def work() -> None:
         async with client(tiny_model, hang_limit_s=1.0) as engine:
             await engine.start()
-            assert engine._link is not None
-            first, engine._hang_limit_s = engine._link.process, HANG_S  # the next one may be slow
+            assert engine._connection is not None
+            first, engine._hang_limit_s = engine._connection.process, HANG_S  # the next one may be slow
             is_served, wait = asyncio.Event(), first._wait_or_kill
 
             async def wait_longer(grace_s: float) -> int:
@@ -290,10 +290,10 @@ def test_a_forged_message_ends_its_own_request(tiny_model: Path) -> None:
         async with client(tiny_model) as engine:
             running = await engine.submit(request(engine, max_tokens=60))
             forged = await engine.submit(request(engine, max_tokens=60))
-            assert engine._link is not None
+            assert engine._connection is not None
             ids = list(forged.request_ids)
             raw = msgspec.msgpack.encode({"type": "add", "request_ids": ids, "prompt": ["x"]})
-            engine._link.process._writer.send(len(raw).to_bytes(4, "little") + raw)
+            engine._connection.process._writer.send(len(raw).to_bytes(4, "little") + raw)
             with pytest.raises(InvalidRequest):
                 await forged.result()
             assert (await running.result()).usage.completion_tokens == 60
@@ -453,9 +453,9 @@ def announced(channel: _Recorder) -> list[float]:
 
 def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 0.1)
-    worker._pace.learn(Work(100, 100.0), 10.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 0.1)
+    worker._estimator.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 50, SamplingParams(temperature=0, max_tokens=1))
     worker._step()
     (limit_s,) = announced(channel)
@@ -465,8 +465,8 @@ def test_a_long_step_is_announced_by_the_pace_of_those_before() -> None:
 
 def test_no_announcement_is_longer_than_its_cap() -> None:
     worker, engine, channel = watched(has_overlap=False)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 100.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 100.0)
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=1))
     worker._step()
     assert announced(channel) == [MAX_PATIENCE_S]
@@ -475,9 +475,9 @@ def test_no_announcement_is_longer_than_its_cap() -> None:
 def test_a_long_step_in_flight_is_announced_until_it_is_collected() -> None:
     """Its own announcement ends with the news of the step before it; the plan behind it is short."""
     worker, engine, channel = watched(has_overlap=True)
-    worker._pace = StepEstimator()
-    worker._pace.learn(Work(1, 1.0), 0.001)
-    worker._pace.learn(Work(100, 100.0), 10.0)
+    worker._estimator = StepEstimator()
+    worker._estimator.learn(Work(1, 1.0), 0.001)
+    worker._estimator.learn(Work(100, 100.0), 10.0)
     engine.add(1, [1] * 100, SamplingParams(temperature=0, max_tokens=2))
     worker._step()  # enqueues the prompt
     worker._step()  # enqueues a decode, waits for the prompt
@@ -489,7 +489,7 @@ def test_a_step_in_flight_is_judged_by_its_own_time(monkeypatch: pytest.MonkeyPa
     """With one step in flight, a call of `step` plans one and waits for the one before."""
     worker, engine, _ = watched(has_overlap=True)
     learned: list[int] = []
-    monkeypatch.setattr(worker._pace, "learn", lambda work, _: learned.append(work.num_tokens))
+    monkeypatch.setattr(worker._estimator, "learn", lambda work, _: learned.append(work.num_tokens))
     engine.add(1, [1] * 20, SamplingParams(temperature=0, max_tokens=3))
     planned: list[int] = []
     while engine.has_work:
@@ -505,8 +505,8 @@ def test_the_first_steps_of_a_run_are_not_learned_from(has_overlap: bool, monkey
     clock = iter([0.0, 60.0] + [70.0 + 0.01 * count for count in range(100)])
     monkeypatch.setattr("quire.engine.worker.worker.time.monotonic", lambda: next(clock, 80.0))
     worker, _, _ = watched(has_overlap=has_overlap)
-    assert len(worker._pace._sizes) == 2
-    assert 0 < worker._pace.predict_s(Work(1000, 1000.0)) < 1.0
+    assert len(worker._estimator._sizes) == 2
+    assert 0 < worker._estimator.predict_s(Work(1000, 1000.0)) < 1.0
 
 
 def test_the_warm_up_makes_no_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,9 +548,9 @@ def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatc
         news: list[Any] = []
         ends: list[str] = []
         process = WorkerProcess(news.append, ends.append)
-        process.expect_news(60.0)
+        process.expect_message(60.0)
         await until(lambda: bool(news))
-        process.expect_news(0.7)
+        process.expect_message(0.7)
         if is_announced:
             process._deadline_s += HANG_S  # as the message said, had the limit been this one when it came
             await asyncio.sleep(1.0)  # longer than the limit
@@ -566,7 +566,7 @@ def test_silence_is_death_unless_it_was_announced(is_announced: bool, monkeypatc
         assert ends == []
         assert news == [Working(30.0), Stepped(())]
     else:
-        assert "no sign of life for 0.7 s" in ends[0]
+        assert "sent no message for 0.7 s" in ends[0]
 
 
 # Preparing

@@ -72,8 +72,8 @@ class Rig:
         for name, value in fields.items():
             for model in self.models.values():
                 setattr(model, name, value)
-        self.seats = {name: ManagedModel(model) for name, model in self.models.items()}
-        self.manager = ModelManager(list(self.seats.values()), budget)
+        self.managed = {name: ManagedModel(model) for name, model in self.models.items()}
+        self.manager = ModelManager(list(self.managed.values()), budget)
 
     async def touch(self, *names: str) -> None:
         """A request each, one after the other."""
@@ -82,22 +82,22 @@ class Rig:
             self.release(name)
 
     async def hold(self, name: str) -> None:
-        await self.manager.hold(self.seats[name])
+        await self.manager.hold(self.managed[name])
         assert self.manager.budget_bytes is None or self.manager.num_bytes <= self.manager.budget_bytes
 
     def release(self, name: str) -> None:
-        self.manager.release(self.seats[name])
+        self.manager.release(self.managed[name])
 
     def begin(self, name: str) -> asyncio.Task[None]:
         return asyncio.create_task(self.hold(name))
 
     def states(self) -> str:
         """Of each, by first letters."""
-        return " ".join(f"{name}:{seat.state}" for name, seat in self.seats.items())
+        return " ".join(f"{name}:{managed.state}" for name, managed in self.managed.items())
 
     @property
     def loaded(self) -> str:
-        return "".join(name for name, seat in self.seats.items() if seat.state is READY)
+        return "".join(name for name, managed in self.managed.items() if managed.state is READY)
 
 
 async def settle(turns: int = 20) -> None:
@@ -144,14 +144,14 @@ def test_a_large_one_takes_the_place_of_several_and_no_more() -> None:
 def test_a_pinned_one_stays_whoever_comes() -> None:
     async def test() -> None:
         rig = Rig("abc", 80)
-        rig.manager.pin(rig.seats["a"])
+        rig.manager.pin(rig.managed["a"])
         await rig.touch("a", "b", "c", "b", "c")
         assert rig.loaded == "ac"
-        rig.manager.pin(rig.seats["c"])
+        rig.manager.pin(rig.managed["c"])
         with pytest.raises(ModelTooLarge, match=r"b needs .* pinned models hold"):
             await rig.hold("b")
         assert rig.loaded == "ac"
-        rig.manager.unpin(rig.seats["a"])
+        rig.manager.unpin(rig.managed["a"])
         await rig.touch("b")
         assert rig.loaded == "bc"
 
@@ -185,7 +185,7 @@ def test_many_who_wait_cause_one_load() -> None:
         rig = Rig("a", 100)
         await asyncio.gather(*(rig.hold("a") for _ in range(50)))
         assert rig.log == ["load a"]
-        assert rig.seats["a"].num_leases == 50
+        assert rig.managed["a"].num_leases == 50
 
     run(test)
 
@@ -271,11 +271,11 @@ def test_who_leaves_at_the_moment_it_is_ready_leaves_no_lease_behind() -> None:
         wants = [rig.begin("a") for _ in range(2)]
         await settle()
         gate.set()
-        while rig.seats["a"].state is not READY:
+        while rig.managed["a"].state is not READY:
             await asyncio.sleep(0)
         wants[0].cancel()
         await asyncio.wait(wants)
-        assert rig.seats["a"].num_leases == 1
+        assert rig.managed["a"].num_leases == 1
 
     run(test)
 
@@ -286,7 +286,7 @@ def test_a_load_that_fails_tells_all_who_wait_and_is_tried_again() -> None:
         rig.models["a"].error = ModelFileError("not sound")
         results = await asyncio.gather(*(rig.hold("a") for _ in range(3)), return_exceptions=True)
         assert [str(result) for result in results] == ["not sound"] * 3
-        assert (rig.seats["a"].state, rig.seats["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
+        assert (rig.managed["a"].state, rig.managed["a"].num_failures, rig.manager.num_bytes) == (FAILED, 1, 0)
         await rig.touch("b")  # the room it was given is free
         rig.models["a"].error = None
         await rig.touch("a")
@@ -313,7 +313,7 @@ def test_failures_in_a_row_are_tried_the_more_slowly(monkeypatch: pytest.MonkeyP
         assert slept == [1, 2, 4, 8, 16, 30, 30]
         rig.models["a"].error = None
         await rig.touch("a")
-        assert rig.seats["a"].num_failed_in_a_row == 0
+        assert rig.managed["a"].num_failed_in_a_row == 0
 
     run(test)
 
@@ -397,19 +397,19 @@ def test_without_a_budget_each_takes_what_it_thinks_best() -> None:
 def test_idle_models_are_unloaded_and_busy_or_pinned_ones_are_not() -> None:
     async def test() -> None:
         rig = Rig("abc", None)
-        for seat in rig.seats.values():
-            seat.idle_unload_s = 0.05
-        rig.manager.pin(rig.seats["b"])
+        for managed in rig.managed.values():
+            managed.idle_unload_s = 0.05
+        rig.manager.pin(rig.managed["b"])
         await rig.touch("b", "c")
         await rig.hold("a")
         await asyncio.sleep(0.2)
         assert rig.states() == "a:ready b:ready c:unloaded"
         rig.release("a")
-        rig.manager.unpin(rig.seats["b"])
+        rig.manager.unpin(rig.managed["b"])
         await asyncio.sleep(0.03)
         await rig.touch("a")  # used in between: its time begins again
         await asyncio.sleep(0.03)
-        assert rig.seats["a"].state is READY
+        assert rig.managed["a"].state is READY
         await asyncio.sleep(0.2)
         assert rig.loaded == ""
 
@@ -420,13 +420,13 @@ def test_unload_waits_for_what_is_under_way() -> None:
     async def test() -> None:
         rig = Rig("a", None)
         await rig.hold("a")
-        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"]))
+        unloading = asyncio.create_task(rig.manager.unload(rig.managed["a"]))
         await settle()
-        assert (unloading.done(), rig.seats["a"].state) == (False, UNLOADING)
+        assert (unloading.done(), rig.managed["a"].state) == (False, UNLOADING)
         rig.release("a")
         await unloading
-        assert (rig.seats["a"].state, rig.manager.num_bytes) == (UNLOADED, 0)
-        await rig.manager.unload(rig.seats["a"])  # again: nothing to do
+        assert (rig.managed["a"].state, rig.manager.num_bytes) == (UNLOADED, 0)
+        await rig.manager.unload(rig.managed["a"])  # again: nothing to do
         assert rig.log == ["load a", "unload a"]
 
     run(test)
@@ -437,7 +437,7 @@ def test_unload_by_force_cuts_what_is_under_way() -> None:
         rig = Rig("a", None)
         rig.models["a"].on_cut = lambda: rig.release("a")
         await rig.hold("a")
-        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        await rig.manager.unload(rig.managed["a"], is_forced=True)
         assert rig.log == ["load a", "cut a", "unload a"]
 
     run(test)
@@ -449,7 +449,7 @@ def test_unload_by_force_ends_a_load() -> None:
         rig.models["a"].gate = asyncio.Event()
         wants = rig.begin("a")
         await settle()
-        await rig.manager.unload(rig.seats["a"], is_forced=True)
+        await rig.manager.unload(rig.managed["a"], is_forced=True)
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
             await wants
         assert rig.states() == "a:unloaded b:unloaded"
@@ -465,7 +465,7 @@ def test_unload_by_force_ends_a_load_that_has_not_begun() -> None:
         rig = Rig("a", None)
 
         wants = rig.begin("a")
-        unloading = asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True))  # comes right behind it
+        unloading = asyncio.create_task(rig.manager.unload(rig.managed["a"], is_forced=True))  # comes right behind it
         await unloading
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
             await wants
@@ -491,7 +491,7 @@ def test_unload_by_force_twice_lets_a_load_give_back_what_it_has(monkeypatch: py
         await settle()
         keepers = []
         for _ in range(3):
-            keepers.append(asyncio.create_task(rig.manager.unload(rig.seats["a"], is_forced=True)))
+            keepers.append(asyncio.create_task(rig.manager.unload(rig.managed["a"], is_forced=True)))
             await settle(2)
         await asyncio.gather(*keepers)
         with pytest.raises(LoadFailed, match="unloaded before it was ready"):
@@ -545,9 +545,9 @@ def test_an_unload_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPat
 def test_loading_without_a_request() -> None:
     async def test() -> None:
         rig = Rig("ab", 40)
-        await rig.manager.load(rig.seats["a"])
-        assert (rig.loaded, rig.seats["a"].num_leases) == ("a", 0)
-        await rig.manager.load(rig.seats["b"])
+        await rig.manager.load(rig.managed["a"])
+        assert (rig.loaded, rig.managed["a"].num_leases) == ("a", 0)
+        await rig.manager.load(rig.managed["b"])
         assert rig.loaded == "b"
 
     run(test)
@@ -564,7 +564,7 @@ def test_closing_ends_everything_at_once() -> None:
         await rig.manager.close()
         results = await asyncio.gather(*wants, return_exceptions=True)
         assert all(isinstance(result, LoadFailed) for result in results)
-        assert not any(seat.is_loaded for seat in rig.seats.values())
+        assert not any(managed.is_loaded for managed in rig.managed.values())
         assert rig.log.count("unload a") == 1
         with pytest.raises(LoadFailed, match="shutting down"):
             await rig.hold("a")
@@ -591,26 +591,26 @@ def test_any_traffic(seed: int) -> None:
                         await rig.hold(name)
                 except TimeoutError:
                     continue
-                assert rig.seats[name].is_loaded
+                assert rig.managed[name].is_loaded
                 await asyncio.sleep(random.choice([0, 0, 0.001]))
-                assert rig.seats[name].is_loaded
+                assert rig.managed[name].is_loaded
                 rig.release(name)
                 served.append(name)
 
         async def keeper() -> None:
             for _ in range(15):
-                seat = rig.seats[random.choice("abcdef")]
+                managed = rig.managed[random.choice("abcdef")]
                 await asyncio.sleep(0.001)
                 if random.random() < 0.5:
-                    await rig.manager.unload(seat)
-                elif not any(other.is_pinned for other in rig.seats.values()) and seat.num_bytes <= 10:
-                    rig.manager.pin(seat)
-                    rig.manager.unpin(seat)
+                    await rig.manager.unload(managed)
+                elif not any(other.is_pinned for other in rig.managed.values()) and managed.num_bytes <= 10:
+                    rig.manager.pin(managed)
+                    rig.manager.unpin(managed)
 
         await asyncio.gather(keeper(), *(client() for _ in range(12)))
         assert len(served) > 12
         await settle()
-        assert all(not seat.num_leases and not seat.waiters for seat in rig.seats.values())
+        assert all(not managed.num_leases and not managed.waiters for managed in rig.managed.values())
         await rig.manager.close()
         assert rig.manager.num_bytes == 0
         assert rig.log.count("load a") - rig.log.count("unload a") in (0, 1)
