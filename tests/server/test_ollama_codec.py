@@ -279,7 +279,7 @@ def test_a_model_is_found_with_the_default_tag_and_without() -> None:
 class FakeWork:
     """What a codec reads of a Work."""
 
-    ask: InferenceRequest
+    request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     error: Exception | None = None
     cache: None = None
@@ -308,7 +308,7 @@ class FakeWork:
 
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 

@@ -1054,7 +1054,7 @@ class MadeUpWork:
     """What a codec reads of a Work."""
 
     def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
-        self.ask = ask
+        self.request = ask
         self.request_id = "req_1"
         self.model = "m"
         self.created = 1_700_000_000

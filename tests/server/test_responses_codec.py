@@ -438,7 +438,7 @@ class MadeUpWork:
     def __init__(
         self, ask: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
     ) -> None:
-        self.ask = ask
+        self.request = ask
         self.request_id = "r1"
         self.model = "m"
         self.created = 1_700_000_000
