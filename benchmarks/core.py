@@ -287,7 +287,7 @@ def main() -> int:
         print(row([name, *(f"{table[name]:,.0f}" for table in admissions)]))
 
     print(
-        f"\nan idle worker's audit, {MAX_VISITED_BLOCKS} blocks at a time; a pin of 64 blocks, half the pool being pinned"
+        f"\nan idle worker's audit, {MAX_VISITED_BLOCKS} blocks at a time; a pin of 64 blocks with half the pool pinned"
     )
     pools = [size for size in sizes if size <= 100_000]
     print(row(["blocks", *(f"{size:,}" for size in pools)]))
