@@ -150,18 +150,18 @@ class ModelManager:
             self._lease(managed)
             return
         self._check_open()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        managed.waiters.append(turn)
+        lease: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        managed.waiters.append(lease)
         self._start_load(managed)
         try:
-            await turn
+            await lease
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if lease.done() and not lease.cancelled() and lease.exception() is None:
                 self.release(managed)  # the lease was granted at the same moment
             raise
         finally:
-            if turn in managed.waiters:
-                managed.waiters.remove(turn)
+            if lease in managed.waiters:
+                managed.waiters.remove(lease)
                 self._change.set()  # an abandoned load stops waiting for memory
 
     def release(self, managed: ManagedModel) -> None:

@@ -145,12 +145,12 @@ class ModelText:
             has_thought |= any(isinstance(piece, Thought) for piece in parser.push(detokenizer.push((token_id,))))
         return len(answer) if has_thought else 0
 
-    def _grammar(self, chat: ChatRequest, prompt: Sequence[int], words: Grammar | None) -> Grammar | None:
-        if not chat.callable_tools and (words is None or words.kind is GrammarKind.TOKENS):
-            return words
+    def _grammar(self, chat: ChatRequest, prompt: Sequence[int], text_grammar: Grammar | None) -> Grammar | None:
+        if not chat.callable_tools and (text_grammar is None or text_grammar.kind is GrammarKind.TOKENS):
+            return text_grammar
         thought = self._thought(chat, prompt)
         return answer_grammar(
-            self.template.tool_format, chat.callable_tools, chat.tool_choice, words, thought, self._control_id
+            self.template.tool_format, chat.callable_tools, chat.tool_choice, text_grammar, thought, self._control_id
         )
 
     def _thought(self, chat: ChatRequest, prompt: Sequence[int]) -> tuple[ReasoningFormat, Opening] | None:

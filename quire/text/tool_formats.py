@@ -135,10 +135,10 @@ class CallParser:
             while self._step(pieces):
                 pass
         if self._state is _State.TEXT:
-            words, self._rest = self._rest, ""
-            if self._is_after_call and self._format.opening.startswith(words.strip(_BLANK)):
-                words = ""  # the next call, cut off within its opening marker
-            self._emit_text(words, pieces)
+            text, self._rest = self._rest, ""
+            if self._is_after_call and self._format.opening.startswith(text.strip(_BLANK)):
+                text = ""  # the next call, cut off within its opening marker
+            self._emit_text(text, pieces)
             if self._blank and not self._is_after_call:
                 pieces.append(Words(self._blank))
         return _joined(pieces)
@@ -170,8 +170,8 @@ class CallParser:
         at = self._rest.find(opening)
         if at < 0:
             final = len(self._rest) - num_held(self._rest, opening)
-            words, self._rest = self._rest[:final], self._rest[final:]
-            self._emit_text(words, pieces)
+            text, self._rest = self._rest[:final], self._rest[final:]
+            self._emit_text(text, pieces)
             return False
         self._emit_text(self._rest[:at], pieces)
         self._raw, self._rest = [opening], self._rest[at + len(opening) :]
@@ -295,13 +295,13 @@ class CallParser:
     def _emit_text(self, text: str, pieces: list[Piece]) -> None:
         if self._is_after_call:
             text = text.lstrip(_BLANK)
-        words = text.rstrip(_BLANK)
-        if not words:
+        stripped = text.rstrip(_BLANK)
+        if not stripped:
             self._blank += text
             return
-        pieces.append(Words(self._blank + words))
+        pieces.append(Words(self._blank + stripped))
         self._last = None
-        self._blank = text[len(words) :]
+        self._blank = text[len(stripped) :]
         self._is_at_start = self._is_after_call = False
 
 

@@ -36,15 +36,15 @@ def answer_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
     choice: ToolChoice,
-    words: Grammar | None,
+    text_grammar: Grammar | None,
     thought: tuple[ReasoningFormat, Opening] | None,
     control_id: ControlId,
 ) -> Grammar | None:
-    """`tools`: the callable tools. `words`: the grammar of an answer without calls; None: unconstrained."""
+    """`tools`: the callable tools. `text_grammar`: of an answer without calls; None: unconstrained."""
     opening = Opening.CLOSED if thought is None else thought[1]
-    if not tools and (words is None or opening is Opening.CLOSED):
-        return words
-    writer = _Writer(tool_format, tools, choice, words, control_id)
+    if not tools and (text_grammar is None or opening is Opening.CLOSED):
+        return text_grammar
+    writer = _Writer(tool_format, tools, choice, text_grammar, control_id)
     source = writer.source(None if thought is None else thought[0], opening)
     if len(source) > MAX_SOURCE_CHARS and tools:
         raise ToolsTooLarge(len(source), _largest_loose(tools, len(source) - MAX_SOURCE_CHARS))
@@ -89,21 +89,21 @@ class _Writer:
         format: ToolFormat,
         tools: Sequence[Tool],
         choice: ToolChoice,
-        words: Grammar | None,
+        text_grammar: Grammar | None,
         control_id: ControlId,
     ) -> None:
         self._format = format
         self._tools = tools
         self._choice = choice
-        self._words = words
+        self._text_grammar = text_grammar
         self._control_id = control_id
         self._rules: list[str] = []
 
     def source(self, thought: ReasoningFormat | None, opening: Opening) -> str:
         if self._tools:
             self._write_calls()
-        if self._words is not None:
-            self._rules.append(f"words: {_embedded(self._words)}")
+        if self._text_grammar is not None:
+            self._rules.append(f"words: {_embedded(self._text_grammar)}")
         start = self._answer("TEXT")
         if thought is not None and opening is not Opening.CLOSED:
             closing = self._marker(thought.closing)
@@ -123,7 +123,7 @@ class _Writer:
         calls = f"{opening}{'?' if self._format.may_be_bare else ''} calls"
         if self._choice.mode is ToolMode.REQUIRED:
             return f"({calls})"
-        if self._words is not None:
+        if self._text_grammar is not None:
             return f"(words | {calls})"
         if self._format.may_be_bare:
             text = self._not_beginning("{")

@@ -47,18 +47,18 @@ def aider(prompt: str, *options: str, model: str = checks.MODEL, more: dict[str,
 
 
 def chat() -> object:
-    told = aider(checks.QUESTION, "--chat-mode", "ask")
-    answer, is_counted, _ = told.rpartition("Repo-map: disabled")[2].partition("Tokens:")
-    checks.expect(is_counted and answer.strip() and "litellm." not in answer, told[-400:])
+    output = aider(checks.QUESTION, "--chat-mode", "ask")
+    answer, is_counted, _ = output.rpartition("Repo-map: disabled")[2].partition("Tokens:")
+    checks.expect(is_counted and answer.strip() and "litellm." not in answer, output[-400:])
     return answer.strip()
 
 
 def edit() -> object:
     """A whole file, streamed, forced by quire's `structured_outputs`."""
     more = {"extra_body": {"structured_outputs": {"choice": [EDIT]}}}
-    told = aider("Write hello.py.", "hello.py", more=more)
+    output = aider("Write hello.py.", "hello.py", more=more)
     text = (FOLDER / "hello.py").read_text()
-    checks.expect(text.strip() == LINE, (text, told[-300:]))
+    checks.expect(text.strip() == LINE, (text, output[-300:]))
     return f"hello.py: {text}"
 
 

@@ -85,9 +85,9 @@ def tool() -> object:
 
 def error() -> object:
     done = codex(checks.URL, checks.QUESTION, model=checks.NO_MODEL)
-    told = done.stdout + done.stderr
-    checks.expect(done.returncode != 0, told[-300:])
-    return checks.expect_no_model(told)[-150:]
+    output = done.stdout + done.stderr
+    checks.expect(done.returncode != 0, output[-300:])
+    return checks.expect_no_model(output)[-150:]
 
 
 if __name__ == "__main__":
