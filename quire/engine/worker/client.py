@@ -125,10 +125,10 @@ class WorkerConnection:
     def is_moving(self) -> bool:
         """Whether the worker is idle, or sent a message recently."""
         limit_s = max(MOVING_LIMIT_S, self.process.announced_s)
-        return not self._is_asked or self.process.silence_s < limit_s
+        return not self._is_busy or self.process.silence_s < limit_s
 
     @property
-    def _is_asked(self) -> bool:
+    def _is_busy(self) -> bool:
         return bool(self._alive or self._queries or self._is_probing)
 
     def load(self, path: Path, config: EngineConfig) -> None:
@@ -163,7 +163,7 @@ class WorkerConnection:
                 self.process.send(Cancel(request_id))
         if is_alive:
             generation.wake()
-            self._leave_alone()
+            self._probe_if_idle()
 
     async def ask(self, query: Query) -> Answer:
         if self.process.is_over:
@@ -177,7 +177,7 @@ class WorkerConnection:
         finally:
             self._queries.pop(query.query_id, None)
             if answer.cancelled():
-                self._leave_alone()
+                self._probe_if_idle()
             else:
                 self._watch()
 
@@ -267,12 +267,12 @@ class WorkerConnection:
         self._on_end(self._has_served or is_steady)
         self.fail(self._error or WorkerDied(f"the process that runs {self._name} {reason}; another takes its place"))
 
-    def _leave_alone(self) -> None:
+    def _probe_if_idle(self) -> None:
         """Probe the worker after a cancellation, if nothing else waits for it.
 
         Without the probe a hang would go unnoticed if clients always cancel before the hang limit.
         """
-        if not self._is_asked:
+        if not self._is_busy:
             self._is_probing = True
             with suppress(QueueFull):
                 self.process.send(GetStats(PROBE_ID))
@@ -281,7 +281,7 @@ class WorkerConnection:
     def _watch(self) -> None:
         """Set the hang limit. Loading has its own limit."""
         if self.facts is not None:
-            self.process.expect_message(self._hang_limit_s if self._is_asked else None)
+            self.process.expect_message(self._hang_limit_s if self._is_busy else None)
 
 
 class EngineClient:
