@@ -186,7 +186,7 @@ class _Run:
         try:
             delta = answers.push(index, output)
         except Exception as error:  # ends this sample only
-            delta = answers.fail(index, f"the answer could not be decoded: {type(error).__name__}: {error}")
+            delta = answers.fail(index, f"the answer could not be read: {type(error).__name__}: {error}")
         if delta.finish_reason is not None:
             self._end(output.request_id, output.finish_reason, answers.num_tokens(index))
         self._deltas.append((number, delta))

@@ -703,7 +703,7 @@ def test_what_was_asked_is_repeated() -> None:
 @pytest.mark.parametrize(
     ("failure", "code", "text"),
     [
-        (RequestFailed("the answer could not be decoded: ..."), "server_error", "the answer could not be decoded"),
+        (RequestFailed("the answer could not be read: ..."), "server_error", "the answer could not be read"),
         (ApiError(Kind.RATE_LIMITED, "too much"), "rate_limit_exceeded", "too much"),
         (ValueError("a path"), "server_error", "the server failed at this request; its log has more under r1"),
         (delta("", FinishReason.ERROR), "server_error", "it broke"),

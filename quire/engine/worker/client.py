@@ -241,7 +241,8 @@ class WorkerConnection:
             error = None if output.error is None else RequestFailed(output.error)
         except Exception as problem:  # ends this request only
             log.exception("the answer of request %d could not be decoded", output.request_id)
-            message = f"the answer could not be decoded: {type(problem).__name__}: {problem}"
+            # quire/server/errors.py hides the rest of a message that starts like this.
+            message = f"the answer could not be read: {type(problem).__name__}: {problem}"
             delta, error = generation.answers.fail(index, message), RequestFailed(message)
         if error is not None:
             generation.fail(error)
