@@ -27,7 +27,7 @@ from quire.text.answers import AnswerParser
 from quire.text.messages import ChatRequest
 
 
-class Caller(Protocol):
+class RequestInfo(Protocol):
     """Who asks, as far as the service needs to know."""
 
     @property
@@ -40,7 +40,7 @@ class Caller(Protocol):
     def arrived_s(self) -> float: ...
 
 
-class Host(Protocol):
+class ServiceInterface(Protocol):
     """Where the work is done, as far as it needs to know."""
 
     @property
@@ -50,10 +50,10 @@ class Host(Protocol):
     @property
     def metrics(self) -> Metrics: ...
     @property
-    def pulse(self) -> ActivityCounters: ...
+    def activity(self) -> ActivityCounters: ...
     def pinned_tokens(self, request: GenerationRequest) -> int: ...
     def count(self, count: Callable[..., None], *values: object) -> None: ...
-    def close_work(self, active: ActiveRequest) -> None: ...
+    def close_request(self, active: ActiveRequest) -> None: ...
 
 
 class ClientGone(Exception):
@@ -65,9 +65,9 @@ class ActiveRequest:
 
     def __init__(
         self,
-        service: Host,
+        service: ServiceInterface,
         request: InferenceRequest,
-        caller: Caller,
+        caller: RequestInfo,
         priority: Priority,
         requests: Sequence[GenerationRequest],
         ticket: QueueTicket,
@@ -80,7 +80,7 @@ class ActiveRequest:
         self.model = service.model
         self.created = int(time.time())
         self.generations: list[Generation] = []
-        self.news = asyncio.Event()
+        self.updated = asyncio.Event()
         self.ticket = ticket
         self.is_accepted = False  # it passed all bounds
         self._service = service
@@ -191,12 +191,12 @@ class ActiveRequest:
                 generation.cancel()
             if self.submitting is not None:
                 self.submitting.cancel()
-            self.news.set()
+            self.updated.set()
 
     async def wait_start(self) -> None:
         """Until the first prompt runs, so that what the cache gave it is known; or until it is over."""
         while True:
-            self.news.clear()
+            self.updated.clear()
             if self.error is not None:
                 raise self.error
             first = self.generations[0]
@@ -204,13 +204,13 @@ class ActiveRequest:
                 raise first.error
             if first.is_started or first.answers.is_finished:
                 return
-            await self.news.wait()
+            await self.updated.wait()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """(number of the prompt, delta): all there are by now in one list, so that a slow reader gets fewer and longer
         ones. Raises what went wrong."""
         while True:
-            self.news.clear()
+            self.updated.clear()
             if self.error is not None:
                 raise self.error
             batch = [(number, delta) for number, one in enumerate(self.generations) for delta in one.take()]
@@ -220,7 +220,7 @@ class ActiveRequest:
             elif all(generation.is_over for generation in self.generations):
                 return
             else:
-                await self.news.wait()
+                await self.updated.wait()
 
     async def outputs(self) -> list[GenerationOutput]:
         """The whole answers, one a prompt."""
@@ -238,10 +238,10 @@ class ActiveRequest:
         for call in self._on_close:
             call()
         record = self._record(error or self.error)
-        self._service.close_work(self)
+        self._service.close_request(self)
         if self.is_accepted:  # or it is a refusal, and counted as such
             self._service.count(self._service.metrics.finished, record)
-            self._service.count(self._service.pulse.finished, record)
+            self._service.count(self._service.activity.finished, record)
             log_request(record)
 
     def _clock(self, batch: list[tuple[int, Delta]]) -> None:

@@ -22,11 +22,11 @@ from quire.server.auth import make_keyring
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.model_service import ServiceLimits
-from quire.server.models import Models, Shared
+from quire.server.models import Models, SharedResources
 from quire.server.observability.metrics import Exposition
 from quire.server.request_context import RequestLimits
 
-LAST_WORDS_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
+CUT_DRAIN_S = 5.0  # for streams that are cut to say so; a busy machine needs more than one that is idle
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class _Main:
         """One alone takes what it thinks best, unless it is told. Several share one budget."""
         config = self._config
         limits = ServiceLimits(config.max_queue, config.max_queued_tokens, config.queue_timeout)
-        shared = Shared(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
+        shared = SharedResources(limits, Exposition(config.metrics_compat), hang_limit_s=config.hang_limit)
         engine = config.models[0].engine
         on_gpu = engine.device != "cpu" and engine.backend in ("auto", "torch") and has_nvidia()
         budget_bytes = config.memory
@@ -161,4 +161,4 @@ class _Main:
             log.warning("ending %d request(s) with an error", models.num_open)
             models.cut()
             with suppress(TimeoutError):
-                await models.drain(LAST_WORDS_S)
+                await models.drain(CUT_DRAIN_S)

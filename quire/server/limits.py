@@ -184,34 +184,34 @@ class TierQueues:
         return self.queues[priority].retry_after_s()
 
 
-class Reading:
+class BodyBytes:
     """Bytes of all bodies that are being read: many slow large ones must not fill the memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextmanager
-    def __call__(self, max_bytes: int) -> Iterator[Budget]:
-        budget = Budget(self, max_bytes)
+    def __call__(self, max_bytes: int) -> Iterator[BodyBudget]:
+        budget = BodyBudget(self, max_bytes)
         try:
             yield budget
         finally:
             self.num_bytes -= budget.num_bytes
 
 
-class Budget:
+class BodyBudget:
     """One body's part of it."""
 
-    def __init__(self, reading: Reading, max_bytes: int) -> None:
-        self._reading = reading
+    def __init__(self, total: BodyBytes, max_bytes: int) -> None:
+        self._total = total
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        if self._reading.num_bytes + num_bytes > self._max_bytes:
-            text = f"{self._reading.num_bytes} bytes of requests are being read already, which is the limit"
+        if self._total.num_bytes + num_bytes > self._max_bytes:
+            text = f"{self._total.num_bytes} bytes of requests are being read already, which is the limit"
             raise ApiError(Kind.OVERLOADED, text, retry_after_s=2.0, reason="body_bytes")
-        self._reading.num_bytes += num_bytes
+        self._total.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
 

@@ -22,7 +22,7 @@ from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
 from quire.errors import ContextTooLong, TemplateError
-from quire.server.active_request import ActiveRequest, Caller
+from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, Prompt
@@ -57,17 +57,17 @@ class ModelService:
         names: tuple[str, ...],
         limits: ServiceLimits,
         metrics: Metrics,
-        door: TierQueues,
+        queues: TierQueues,
         quotas: Quotas,
     ) -> None:
         self.text = text
         self.client = connect(self._take_step)
         self.names = names
         self.metrics = metrics
-        self.pulse = ActivityCounters()
+        self.activity = ActivityCounters()
         self.limits = limits
         self.created = int(time.time())
-        self.door = door
+        self.queues = queues
         self.quotas = quotas
         self.is_draining = False
         self._is_cut = False
@@ -75,7 +75,7 @@ class ModelService:
         self._num_encoding = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._works: set[ActiveRequest] = set()
+        self._active: set[ActiveRequest] = set()
         self._encoders = ThreadPoolExecutor(min(MAX_ENCODERS, os.cpu_count() or 1), "quire-encode")
 
     @property
@@ -91,9 +91,9 @@ class ModelService:
         return self._num_open
 
     @property
-    def works(self) -> Collection[ActiveRequest]:
+    def active_requests(self) -> Collection[ActiveRequest]:
         """All that have passed the bounds and are not over."""
-        return self._works
+        return self._active
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
         """The salt of the chain keys: who has another key, or names another salt, shares nothing."""
@@ -105,7 +105,7 @@ class ModelService:
     # Work
 
     async def open(
-        self, request: InferenceRequest, caller: Caller, ticket: QueueTicket, waited_s: float = 0.0
+        self, request: InferenceRequest, caller: RequestInfo, ticket: QueueTicket, waited_s: float = 0.0
     ) -> ActiveRequest:
         """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
 
@@ -115,13 +115,13 @@ class ModelService:
         active: ActiveRequest | None = None
         try:
             if self.is_draining:
-                raise ending()
+                raise shutting_down()
             salt = self.salt_for(caller.key, request.cache_salt)
             priority = ticket.priority
             owner = caller.key.name
             requests = [await self._request(request, prompt, priority, salt, owner) for prompt in request.prompts]
             if self._is_cut:
-                raise ending()
+                raise shutting_down()
             active = ActiveRequest(self, request, caller, priority, requests, ticket)
             await self._submit(active, max(self.limits.queue_timeout_s - waited_s, MIN_WAIT_S))
         except BaseException as error:
@@ -139,7 +139,7 @@ class ModelService:
         quota.enter(active.num_prompt_tokens)
         active.on_close(quota.leave)
         active.is_accepted = True
-        self._works.add(active)
+        self._active.add(active)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(limit_s, self._time_out, active)
         active.on_close(timer.cancel)
@@ -148,7 +148,7 @@ class ModelService:
         try:
             async with asyncio.timeout(limit_s):
                 for request in active.requests:
-                    active.add(await self.client.submit(request, news=active.news, on_start=started))
+                    active.add(await self.client.submit(request, news=active.updated, on_start=started))
         except TimeoutError:
             raise self._too_late("the model is still loading", active.priority) from None
         except asyncio.CancelledError:
@@ -158,10 +158,10 @@ class ModelService:
         finally:
             active.submitting = None
 
-    def close_work(self, active: ActiveRequest) -> None:
+    def close_request(self, active: ActiveRequest) -> None:
         """Called once by a work that is over."""
-        if active in self._works:
-            self._works.remove(active)
+        if active in self._active:
+            self._active.remove(active)
             self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
         self._leave()
 
@@ -174,7 +174,7 @@ class ModelService:
         return ApiError(
             Kind.OVERLOADED,
             f"{what}: the limit of {self.limits.queue_timeout_s:g} s is over",
-            retry_after_s=self.door.retry_after_s(priority),
+            retry_after_s=self.queues.retry_after_s(priority),
             reason="queue_timeout",
         )
 
@@ -185,7 +185,7 @@ class ModelService:
 
     def _take_step(self, stepped: Stepped) -> None:
         self.count(self.metrics.stepped, stepped)
-        self.count(self.pulse.stepped, stepped)
+        self.count(self.activity.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:
         """A figure that cannot be counted must not end the request it is about, nor the counting of others."""
@@ -270,8 +270,8 @@ class ModelService:
     def cut(self, error: ApiError | None = None) -> None:
         """End what is left, with an error to each client."""
         self.is_draining = self._is_cut = True
-        for active in tuple(self._works):
-            active.fail(error or ending())
+        for active in tuple(self._active):
+            active.fail(error or shutting_down())
 
     async def close(self) -> None:
         self.cut()
@@ -292,7 +292,7 @@ class ModelService:
             self._is_idle.set()
 
 
-def ending() -> ApiError:
+def shutting_down() -> ApiError:
     return ApiError(Kind.UNAVAILABLE, "the server is shutting down", retry_after_s=5.0, reason="draining")
 
 

@@ -34,28 +34,28 @@ from quire.errors import (
     QuireError,
     TemplateError,
 )
-from quire.server.active_request import ActiveRequest, Caller
+from quire.server.active_request import ActiveRequest, RequestInfo
 from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, Quotas, Reading, TierQueues
-from quire.server.model_service import ModelService, ServiceLimits, ending
+from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, Quotas, TierQueues
+from quire.server.model_service import ModelService, ServiceLimits, shutting_down
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
 from quire.weights.opening import open_checkpoint
 
 HALF_BYTES, FP32_BYTES = 2, 4  # an element of KV: an estimate, until a worker says what its pool takes
-LAST_STATS_S = 1.0  # for a worker that is about to be closed
-LAST_WORK_S = 5.0  # for what has no lease, or was cut
+FINAL_STATS_S = 1.0  # for a worker that is about to be closed
+UNLOAD_DRAIN_S = 5.0  # for what has no lease, or was cut
 
-__all__ = ["Model", "ModelState", "Models", "Shared"]
+__all__ = ["Model", "ModelState", "Models", "SharedResources"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Shared:
+class SharedResources:
     """What all models of a server have in common."""
 
     limits: ServiceLimits = field(default_factory=ServiceLimits)
@@ -69,7 +69,7 @@ class Shared:
 class Model:
     """One model of this server. What clients may call it: `name`, and `aliases`."""
 
-    def __init__(self, config: ModelConfig, shared: Shared) -> None:
+    def __init__(self, config: ModelConfig, shared: SharedResources) -> None:
         self.name = config.names[0]
         self.aliases = config.names[1:]
         self.config = config
@@ -78,8 +78,8 @@ class Model:
         self._first_report: tuple[float, float] | None = None  # when the reading of weights began, and at what progress
         self.created = int(time.time())
         self.metrics = Metrics(self.name, exposition=shared.exposition)
-        self.door = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
-        self.seat = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
+        self.queues = TierQueues(shared.limits.max_queue, shared.limits.max_queued_tokens)
+        self.managed = ManagedModel(self, is_pinned=config.is_pinned, idle_unload_s=config.idle_unload)
         self.max_model_len: int | None = config.engine.max_model_len  # None: nobody has looked yet
         self.full_context: int | None = None  # what it would be, had it memory enough
         self.on_loading: Progress | None = None
@@ -99,11 +99,11 @@ class Model:
 
     @property
     def state(self) -> ModelState:
-        return self.seat.state
+        return self.managed.state
 
     @property
     def is_pinned(self) -> bool:
-        return self.seat.is_pinned
+        return self.managed.is_pinned
 
     def priority_of(self, request: InferenceRequest, key: Key) -> Priority:
         """What the request asks for, or the model's, or the key's; never above what the key may have."""
@@ -112,12 +112,12 @@ class Model:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for it to load."""
-        return len(self.seat.waiters)
+        return len(self.managed.waiters)
 
     @property
     def num_bytes(self) -> int:
         """Weights and KV as held; while it is not loaded, its weights alone."""
-        return self.seat.num_bytes or self.needs.weight_bytes
+        return self.managed.num_bytes or self.needs.weight_bytes
 
     @property
     def facts(self) -> Ready | None:
@@ -170,10 +170,10 @@ class Model:
 
         shared = self._shared
         names, limits = self.names, shared.limits
-        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas)
+        service = ModelService(text, connect, names, limits, self.metrics, self.queues, shared.quotas)
         self.metrics.forget_worker()
         await self._start(service)
-        self.door.expect(_intake(service.client))
+        self.queues.expect(_intake(service.client))
         return self._take_facts(service.client.facts)
 
     async def _start(self, service: ModelService) -> None:
@@ -232,20 +232,20 @@ class Model:
             self.on_loading(num_done, num_bytes)
 
     async def unload(self) -> None:
-        self.door.expect(None)
+        self.queues.expect(None)
         service, self.service = self.service, None
         supervising, self._supervising = self._supervising, None
         if service is None or supervising is None:
             return
         with suppress(TimeoutError):  # of a question that is still being tokenised, or a client that does not read
-            await asyncio.wait_for(service.wait_idle(), LAST_WORK_S)
+            await asyncio.wait_for(service.wait_idle(), UNLOAD_DRAIN_S)
         await _end(supervising)
         with suppress(TimeoutError, QuireError):
-            stats = await asyncio.wait_for(service.client.stats(), LAST_STATS_S)
+            stats = await asyncio.wait_for(service.client.stats(), FINAL_STATS_S)
             self.metrics.take(stats, service.client)
         await service.close()
         del service
-        give_back()
+        release_heap()
 
     def cut(self) -> None:
         if self.service is not None:
@@ -259,18 +259,18 @@ class Models:
     def __init__(
         self,
         configs: Sequence[ModelConfig],
-        shared: Shared,
+        shared: SharedResources,
         *,
         budget_bytes: int | None = None,
         kv_cap_bytes: int | None = None,
     ) -> None:
         self._models = [Model(config, shared) for config in configs]
         self._by_name = {name: model for model in self._models for name in model.names}
-        self.manager = ModelManager([model.seat for model in self._models], budget_bytes, kv_cap_bytes)
+        self.manager = ModelManager([model.managed for model in self._models], budget_bytes, kv_cap_bytes)
         self.limits = shared.limits
         self.exposition = shared.exposition
         self._opener = shared.opener
-        self.reading = Reading()
+        self.body_bytes = BodyBytes()
         self.is_draining = False
         self.has_started = False  # what is loaded at the start is
         self._num_open = 0
@@ -315,23 +315,23 @@ class Models:
     def check_open(self, key: Key) -> None:
         """Before a body is read: whether anything of this key could be taken now, whichever model it is for."""
         if self.is_draining:
-            raise ending()
+            raise shutting_down()
         refusals: list[ApiError] = []
         for model in self._models:
             try:
-                model.door.check(key)
+                model.queues.check(key)
             except ApiError as error:
                 refusals.append(error)
         if len(refusals) == len(self._models):
             raise refusals[0]
 
-    async def open(self, request: InferenceRequest, caller: Caller) -> ActiveRequest:
+    async def open(self, request: InferenceRequest, caller: RequestInfo) -> ActiveRequest:
         """Hand it to the model it names, when that is loaded. Raises ApiError or QuireError, and then holds nothing."""
         if self.is_draining:
-            raise ending()
+            raise shutting_down()
         model = self.find(request.model)
         priority = model.priority_of(request, caller.key)
-        ticket = model.door.enter(request.params.n * len(request.prompts), priority, caller.key.name)
+        ticket = model.queues.enter(request.params.n * len(request.prompts), priority, caller.key.name)
         began_s = time.monotonic()
         try:
             await self.hold(model)
@@ -363,9 +363,9 @@ class Models:
         self._is_idle.clear()
         try:
             if model.state is not ModelState.READY:
-                self._tell_wait(model)
+                self._log_wait(model)
             async with asyncio.timeout(self.limits.queue_timeout_s):
-                await self.manager.hold(model.seat)
+                await self.manager.hold(model.managed)
         except BaseException as error:
             self._leave()
             if isinstance(error, TimeoutError | QuireError):
@@ -373,7 +373,7 @@ class Models:
             raise
 
     def release(self, model: Model) -> None:
-        self.manager.release(model.seat)
+        self.manager.release(model.managed)
         self._leave()
 
     def _leave(self) -> None:
@@ -381,7 +381,7 @@ class Models:
         if not self._num_open:
             self._is_idle.set()
 
-    def _tell_wait(self, model: Model) -> None:
+    def _log_wait(self, model: Model) -> None:
         num_waiting = model.num_waiting + 1
         if num_waiting & (num_waiting - 1) == 0 and self.has_started:  # 1, 2, 4: a crowd is not told one by one
             eta_s = self.eta_s(model)
@@ -390,15 +390,15 @@ class Models:
 
     def eta_s(self, model: Model) -> float | None:
         """Until it is loaded, as far as can be said."""
-        return self.manager.eta_s(model.seat, model.reading_s)
+        return self.manager.eta_s(model.managed, model.reading_s)
 
     def _refusal(self, model: Model, error: Exception) -> ApiError:
         if self.is_draining:
-            return ending()
+            return shutting_down()
         match error:
             case TimeoutError():
                 text = f"{model.name} is {model.state}: the limit of {self.limits.queue_timeout_s:g} s is over"
-                retry_s = min(self.eta_s(model) or model.door.retry_after_s(), MAX_RETRY_AFTER_S)
+                retry_s = min(self.eta_s(model) or model.queues.retry_after_s(), MAX_RETRY_AFTER_S)
                 return ApiError(Kind.OVERLOADED, text, retry_after_s=retry_s, reason="queue_timeout")
             case ModelTooLarge():
                 return ApiError(Kind.UNAVAILABLE, str(error), may_retry=False, reason="model_too_large")
@@ -409,7 +409,7 @@ class Models:
 
     async def start(self) -> None:
         """Load what is to be there from the start. Raises what kept the first one from it."""
-        await self.manager.load(self.default.seat)
+        await self.manager.load(self.default.managed)
         self.has_started = True
 
     async def preload(self) -> None:
@@ -417,16 +417,16 @@ class Models:
         for model in self._models[1:]:
             if model.config.is_preloaded:
                 with suppress(QuireError):
-                    await self.manager.load(model.seat)
+                    await self.manager.load(model.managed)
 
     async def load(self, model: Model) -> None:
         try:
-            await self.manager.load(model.seat)
+            await self.manager.load(model.managed)
         except QuireError as error:
             raise self._refusal(model, error) from error
 
     async def unload(self, model: Model, *, is_forced: bool = False) -> None:
-        await self.manager.unload(model.seat, is_forced=is_forced)
+        await self.manager.unload(model.managed, is_forced=is_forced)
 
     def begin(self, doing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In a task of its own, which ends with the server at the latest."""
@@ -483,7 +483,7 @@ def _load_failed(model: Model, error: Exception) -> ApiError:
     )
 
 
-def give_back() -> None:
+def release_heap() -> None:
     """What the text of a model took of this process: cycles are collected now, and free pages leave the heap."""
     gc.collect()
     with suppress(OSError, AttributeError):  # only glibc has it

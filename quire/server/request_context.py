@@ -29,10 +29,10 @@ from quire.server.errors import ApiError, Dialect, Kind, from_quire
 from quire.server.http.event_stream import EventStream
 from quire.server.http.unknown_fields import unknown_fields
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import Budget
+from quire.server.limits import BodyBudget
 from quire.server.model_service import ModelService
 from quire.server.models import Model, Models
-from quire.server.observability.logs import Once, log_refusal
+from quire.server.observability.logs import LogOnce, log_refusal
 from quire.server.observability.watch import Watch
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -44,7 +44,7 @@ MAX_VALUES = 1 << 18  # of a body
 MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value an error speaks of
 MIB = 1 << 20
 # What people wrote is not repeated in errors: clients log them.
-SPOKEN = ("messages", "prompt", "system", "input", "instructions", "tools")
+PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -52,7 +52,7 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
 
 log = logging.getLogger(__name__)
-say_once = Once()
+log_once = LogOnce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class RequestContext:
     async def body(self, kind: type[T]) -> T:
         """The body as this struct. Names unknown fields in a header, once in the log, and takes them for nothing."""
         self.fields = frozenset(known.encode_name for known in msgspec.structs.fields(kind))
-        with self.models.reading(self._limits.max_all_bytes) as budget:
+        with self.models.body_bytes(self._limits.max_all_bytes) as budget:
             data = await self._read(budget)
             self._gone = asyncio.create_task(self._watch())
             return self._decode(data, kind)
@@ -131,7 +131,7 @@ class RequestContext:
         except msgspec.DecodeError as error:
             raise ApiError(Kind.INVALID, f"the body is not JSON: {error}") from None
 
-    async def _read(self, budget: Budget) -> bytes:
+    async def _read(self, budget: BodyBudget) -> bytes:
         limit = self._limits.max_body_bytes
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
@@ -158,7 +158,7 @@ class RequestContext:
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
         unknown = unknown_fields(msgspec.json.decode(data), kind)
         for name in self.note(IGNORED, unknown):
-            say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+            log_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
 
     def note(self, header: str, names: Iterable[str]) -> list[str]:
         """Add names to a header of the answer: what the client sent and does not get. Returns those that fit.
@@ -337,7 +337,7 @@ def _wrong_type(error: msgspec.ValidationError, data: bytes) -> ApiError:
 
 def _value_at(data: bytes, path: str) -> str | None:
     """What stands there, shortly, where it can be found again."""
-    if "..." in path or path.startswith(SPOKEN) or len(data) > MAX_SHOWN_BYTES:
+    if "..." in path or path.startswith(PROMPT_FIELDS) or len(data) > MAX_SHOWN_BYTES:
         return None
     try:
         value: Any = msgspec.json.decode(data)

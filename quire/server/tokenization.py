@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequest
 from quire.server.protocols.openai.chat import conversation_of
-from quire.server.protocols.openai.parsing import NAMES, in_their_words
+from quire.server.protocols.openai.parsing import NAMES, protocol_field_names
 from quire.server.protocols.openai.types import ChatCompletionRequest, ChatMessage, ToolDefinition
 from quire.server.request_context import IGNORED, RequestContext
 from quire.text.messages import ChatRequest
@@ -71,7 +71,7 @@ async def tokenize(context: RequestContext) -> Response:
     if body.messages is None:
         tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
     else:
-        with in_their_words(NAMES):
+        with protocol_field_names(NAMES):
             chat = _conversation(body, body.messages)
         tokens = await service.encode(chat)
         unknown = service.text.template.unknown_args(chat.template_args)

@@ -28,7 +28,7 @@ from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.anthropic.errors import ANTHROPIC
 from quire.server.protocols.anthropic.messages import Reply
-from quire.server.protocols.anthropic.parsing import conversation, to_ask
+from quire.server.protocols.anthropic.parsing import conversation, to_inference_request
 from quire.server.protocols.anthropic.support import UNSUPPORTED, refuse_unsupported
 from quire.server.protocols.anthropic.types import CountTokensRequest, MessagesRequest
 from quire.text.answers import AnswerParser, PlainAnswer
@@ -45,7 +45,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 def parse(**body: Any) -> InferenceRequest:
     data = json.dumps({"model": "m", "max_tokens": 8, "messages": HELLO} | body)
-    return to_ask(msgspec.json.decode(data, type=MessagesRequest))
+    return to_inference_request(msgspec.json.decode(data, type=MessagesRequest))
 
 
 def chat_of(ask: InferenceRequest) -> ChatRequest:
@@ -786,7 +786,7 @@ def test_the_message_names_the_field(error: ApiError, message: str) -> None:
 
 
 def cache_ask(body: dict[str, Any]) -> InferenceRequest:
-    return cache.to_ask(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
+    return cache.to_inference_request(msgspec.json.decode(json.dumps(body), type=cache.ExplainRequest))
 
 
 def test_a_prompt_to_explain_is_a_conversation_text_or_tokens() -> None:

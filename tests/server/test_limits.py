@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import Priority
 from quire.server.auth import Key, Limits
 from quire.server.errors import ApiError, Kind
-from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, QueueTicket, Quota, Quotas, Reading, TierQueues
+from quire.server.limits import MAX_RETRY_AFTER_S, BodyBytes, IntakeRate, QueueTicket, Quota, Quotas, TierQueues
 
 
 class Clock:
@@ -18,121 +18,123 @@ class Clock:
         return self.now_s
 
 
-def enter(door: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a") -> QueueTicket:
-    return door.enter(num_requests, priority, tenant)
+def enter(
+    queues: TierQueues, num_requests: int, priority: Priority = Priority.NORMAL, tenant: str = "a"
+) -> QueueTicket:
+    return queues.enter(num_requests, priority, tenant)
 
 
 def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
-    door = TierQueues(4, 100, Clock())
-    first = enter(door, 3)
+    queues = TierQueues(4, 100, Clock())
+    first = enter(queues, 3)
     first.grow(50)
     with pytest.raises(ApiError, match="3 requests wait already, and 2 more exceed the limit of 4") as refused:
-        enter(door, 2)
+        enter(queues, 2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
-    second = enter(door, 1)
+    second = enter(queues, 1)
     with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
         second.grow(51)
     assert refused.value.reason == "queue_tokens"
     second.leave()
-    assert (door.num_requests, door.num_tokens) == (3, 50)  # a refusal counts nothing
+    assert (queues.num_requests, queues.num_tokens) == (3, 50)  # a refusal counts nothing
     first.start()
     first.start()
     first.leave()
-    assert (door.num_requests, door.num_tokens) == (0, 0)
+    assert (queues.num_requests, queues.num_tokens) == (0, 0)
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
-    door, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
-    big = enter(door, 32, Priority.LOW)
+    queues, key = TierQueues(4, 100, Clock()), Key("a", Priority.LOW, Priority.LOW)
+    big = enter(queues, 32, Priority.LOW)
     big.grow(5000)
     with pytest.raises(ApiError):
-        door.check(key)
+        queues.check(key)
     big.leave()
-    door.check(key)
+    queues.check(key)
 
 
 def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
-    door = TierQueues(4, 100, Clock())
-    enter(door, 4, Priority.LOW).grow(100)
+    queues = TierQueues(4, 100, Clock())
+    enter(queues, 4, Priority.LOW).grow(100)
     with pytest.raises(ApiError, match="4 requests wait already, which is the limit"):
-        enter(door, 1, Priority.LOW)
-    enter(door, 4, Priority.HIGH).grow(100)
-    door.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
-    enter(door, 4, Priority.NORMAL)
+        enter(queues, 1, Priority.LOW)
+    enter(queues, 4, Priority.HIGH).grow(100)
+    queues.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
+    enter(queues, 4, Priority.NORMAL)
     with pytest.raises(ApiError):
-        door.check(Key("a", Priority.HIGH, Priority.HIGH))
+        queues.check(Key("a", Priority.HIGH, Priority.HIGH))
 
 
 def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
-    door = TierQueues(4, 100, Clock())
-    enter(door, 4, tenant="batch").grow(100)
+    queues = TierQueues(4, 100, Clock())
+    enter(queues, 4, tenant="batch").grow(100)
     with pytest.raises(ApiError):
-        enter(door, 1, tenant="batch")
-    person = [enter(door, 1, tenant="person") for _ in range(2)]  # an equal part of four, for two tenants
+        enter(queues, 1, tenant="batch")
+    person = [enter(queues, 1, tenant="person") for _ in range(2)]  # an equal part of four, for two tenants
     with pytest.raises(ApiError):
-        enter(door, 1, tenant="person")
+        enter(queues, 1, tenant="person")
     person[0].grow(50)
     with pytest.raises(ApiError, match="tokens wait already"):
         person[1].grow(1)
-    enter(door, 1, tenant="third")
+    enter(queues, 1, tenant="third")
     for number in range(4 * 4 - 7):
-        enter(door, 1, tenant=f"tenant {number}")  # each holds nothing yet
+        enter(queues, 1, tenant=f"tenant {number}")  # each holds nothing yet
     with pytest.raises(ApiError, match="16 requests wait already"):
-        enter(door, 1, tenant="one too many")  # four times the bound is the end
+        enter(queues, 1, tenant="one too many")  # four times the bound is the end
 
 
 def test_retry_after_follows_the_rate_at_which_the_queue_is_served() -> None:
     clock = Clock()
-    door = TierQueues(1000, 10**9, clock)
-    assert door.retry_after_s() == 30.0  # nothing is known yet
+    queues = TierQueues(1000, 10**9, clock)
+    assert queues.retry_after_s() == 30.0  # nothing is known yet
     for _ in range(10):  # two a second
         clock.now_s += 0.5
-        enter(door, 1).start()
-    waiting = [enter(door, 1) for _ in range(40)]
-    assert door.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
-    assert door.retry_after_s(Priority.LOW) == 30.0  # of which nothing is known
+        enter(queues, 1).start()
+    waiting = [enter(queues, 1) for _ in range(40)]
+    assert queues.retry_after_s() == 9  # half of 40 at 10 in 4.5 s
+    assert queues.retry_after_s(Priority.LOW) == 30.0  # of which nothing is known
     for ticket in waiting:
         ticket.leave()
-    assert door.retry_after_s() == 1.0
+    assert queues.retry_after_s() == 1.0
     for _ in range(900):
-        enter(door, 1)
-    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+        enter(queues, 1)
+    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
 
 
 def test_retry_after_begins_with_what_a_measured_step_takes_in() -> None:
     clock = Clock()
-    door = TierQueues(1000, 10**9, clock)
-    door.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
-    assert door.retry_after_s() == 1.0
-    tickets = [enter(door, 1) for _ in range(64)]
-    assert door.retry_after_s() == 2  # half of 64 begin in four steps
+    queues = TierQueues(1000, 10**9, clock)
+    queues.expect(IntakeRate(step_s=0.5, num_tokens=100, num_requests=8))
+    assert queues.retry_after_s() == 1.0
+    tickets = [enter(queues, 1) for _ in range(64)]
+    assert queues.retry_after_s() == 2  # half of 64 begin in four steps
     for ticket in tickets:
         ticket.grow(50)
-    assert door.retry_after_s() == 8  # half of 3,200 tokens in sixteen
+    assert queues.retry_after_s() == 8  # half of 3,200 tokens in sixteen
     clock.now_s += 12.0
-    assert door.retry_after_s() == 12  # none has begun in all that time: the machine is not idle
+    assert queues.retry_after_s() == 12  # none has begun in all that time: the machine is not idle
     tickets[0].start()
     clock.now_s += 1.0
-    assert door.retry_after_s() == 32  # from now on by what is seen: half of 63 at one a second
+    assert queues.retry_after_s() == 32  # from now on by what is seen: half of 63 at one a second
     clock.now_s += 600.0
-    assert door.retry_after_s() == MAX_RETRY_AFTER_S
+    assert queues.retry_after_s() == MAX_RETRY_AFTER_S
     for ticket in tickets:
         ticket.leave()
-    enter(door, 1)
-    assert door.retry_after_s() == 1.0  # after a rest as at the beginning
-    door.expect(None)
-    assert door.retry_after_s() == 30.0  # it was unloaded: nothing is known
+    enter(queues, 1)
+    assert queues.retry_after_s() == 1.0  # after a rest as at the beginning
+    queues.expect(None)
+    assert queues.retry_after_s() == 30.0  # it was unloaded: nothing is known
 
 
 def test_bodies_share_a_budget_and_give_it_back() -> None:
-    reading = Reading()
-    with reading(100) as one, reading(100) as other:
+    body_bytes = BodyBytes()
+    with body_bytes(100) as one, body_bytes(100) as other:
         one.take(60)
         with pytest.raises(ApiError, match="60 bytes of requests are being read already") as refused:
             other.take(41)
         assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
         other.take(40)
-    assert reading.num_bytes == 0
+    assert body_bytes.num_bytes == 0
 
 
 def test_requests_a_minute() -> None:

@@ -27,7 +27,7 @@ from quire.server.observability.logs import (
     JsonFormatter,
     LimitedHandler,
     LineFormatter,
-    Once,
+    LogOnce,
     log_request,
     request_fields,
     setup_logging,
@@ -210,7 +210,7 @@ def test_once(logs: Callable[..., io.StringIO]) -> None:
     handler.setFormatter(LineFormatter())
     logs()
     logging.getLogger("quire.server").addHandler(handler)
-    once = Once()
+    once = LogOnce()
     for _ in range(3):
         once("a", "the field a is not known")
     assert len(entries(stream)) == 1
@@ -225,7 +225,7 @@ def test_once(logs: Callable[..., io.StringIO]) -> None:
 
 def test_once_keeps_no_megabytes(logs: Callable[..., io.StringIO]) -> None:
     stream = logs()
-    once = Once()
+    once = LogOnce()
     once("k" * 10_000_000, "one")
     once("k" * 10_000_001, "the same as far as we look")
     assert len(entries(stream)) == 1

@@ -20,7 +20,7 @@ from quire.engine.composition import EngineConfig
 from quire.engine.model_manager import ModelManager
 from quire.errors import InvalidRequest
 from quire.server.config import ModelConfig, ServeConfig
-from quire.server.models import Model, Shared
+from quire.server.models import Model, SharedResources
 from quire.weights.hub import size_of
 from tests.cli.runs import quire
 from tests.server.rig import FAKE, Answer, Server, children, close_sockets, command_line, serving
@@ -416,18 +416,18 @@ def test_the_rest_of_a_load_is_judged_by_the_reading_alone(folder: Path, monkeyp
     """Waiting for room and starting a process took 90 s here, which says nothing of the weights."""
     now_s = 0.0
     monkeypatch.setattr("quire.server.models.time.monotonic", lambda: now_s)
-    model = Model(ModelConfig(folder / "a", ("a",)), Shared())
-    manager = ModelManager([model.seat], None)
-    model.seat.began_s = 0.0
+    model = Model(ModelConfig(folder / "a", ("a",)), SharedResources())
+    manager = ModelManager([model.managed], None)
+    model.managed.began_s = 0.0
     model.progress = 0.0
-    assert manager.eta_s(model.seat, model.reading_s) is None
+    assert manager.eta_s(model.managed, model.reading_s) is None
     now_s = 90.0
     model._take_progress(1, 100)
-    assert manager.eta_s(model.seat, model.reading_s) is None  # one report has no speed
+    assert manager.eta_s(model.managed, model.reading_s) is None  # one report has no speed
     now_s = 92.0
     model._take_progress(21, 100)
-    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(7.9)
-    model.seat.load_s = 95.0  # it was loaded before: by that
-    assert manager.eta_s(model.seat, model.reading_s) == pytest.approx(3.0)
-    model.seat.began_s = None  # it waits for its turn
-    assert manager.eta_s(model.seat, model.reading_s) == 95.0
+    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(7.9)
+    model.managed.load_s = 95.0  # it was loaded before: by that
+    assert manager.eta_s(model.managed, model.reading_s) == pytest.approx(3.0)
+    model.managed.began_s = None  # it waits for its turn
+    assert manager.eta_s(model.managed, model.reading_s) == 95.0

@@ -38,7 +38,7 @@ from quire.server.protocols.openai.completions import (
 )
 from quire.server.protocols.openai.encoding import cache_view, events, fingerprint, head_of
 from quire.server.protocols.openai.errors import OPENAI
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.text.answers import AnswerParser
 from quire.text.gbnf import gbnf_to_lark
@@ -477,9 +477,12 @@ def test_best_of_that_chooses_nothing_passes() -> None:
 
 
 def test_errors_are_renamed_and_keep_their_kind() -> None:
-    with pytest.raises(ContextTooLong, match=r"^messages of 9 characters"), in_their_words({"prompt": "messages"}):
+    with (
+        pytest.raises(ContextTooLong, match=r"^messages of 9 characters"),
+        protocol_field_names({"prompt": "messages"}),
+    ):
         raise ContextTooLong("prompt of 9 characters")
-    with pytest.raises(InvalidRequest, match=r"^prompt_tokens = 9"), in_their_words({"prompt": "messages"}):
+    with pytest.raises(InvalidRequest, match=r"^prompt_tokens = 9"), protocol_field_names({"prompt": "messages"}):
         raise InvalidRequest("prompt_tokens = 9")
 
 
@@ -840,13 +843,13 @@ def reading() -> AnswerParser:
     return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(IN_WORDS, ("get", "now")))
 
 
-SPOKEN = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')
+PROMPT_FIELDS = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')
 ENDS = ('lo"}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', FinishReason.STOP)
 
 
 def test_thoughts_words_and_calls_in_a_stream() -> None:
     encoder = chat_stream(HEAD, chat(), include_usage=True, new_parser=reading)
-    data = b"".join(encoder.chunks([(0, delta(text))]) for text in SPOKEN)
+    data = b"".join(encoder.chunks([(0, delta(text))]) for text in PROMPT_FIELDS)
     data += encoder.chunks([(0, delta(*ENDS))]) + encoder.last(USAGE, None, 2)
     chunks = [SdkChunk.model_validate_json(line[6:]) for line in data.split(b"\n\n")[:-2]]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -865,7 +868,7 @@ def test_thoughts_words_and_calls_in_a_stream() -> None:
 
 @pytest.mark.parametrize(("reason", "told"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
 def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: str) -> None:
-    one = Completion(0, "".join(SPOKEN) + ENDS[0], (1, 2), reason)
+    one = Completion(0, "".join(PROMPT_FIELDS) + ENDS[0], (1, 2), reason)
     made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading, 2)
     found = SdkChatCompletion.model_validate(
         msgspec.to_builtins(msgspec.structs.replace(made, object="chat.completion"))
@@ -883,11 +886,11 @@ def test_thoughts_words_and_calls_of_a_whole_answer(reason: FinishReason, told: 
 
 def test_a_call_that_a_stop_string_cut_is_not_told_as_one() -> None:
     """Who reads `tool_calls` reads its arguments as JSON."""
-    one = Completion(0, "".join(SPOKEN), (1, 2), FinishReason.STOP, stop="lo")
+    one = Completion(0, "".join(PROMPT_FIELDS), (1, 2), FinishReason.STOP, stop="lo")
     made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading)
     assert made.choices[0].finish_reason == "stop"
     encoder = chat_stream(HEAD, chat(), include_usage=False, new_parser=reading)
-    for text in SPOKEN:
+    for text in PROMPT_FIELDS:
         encoder.chunks([(0, delta(text))])
     encoder.chunks([(0, delta("", FinishReason.STOP))])
     assert b'"finish_reason":"stop"' in encoder.last(USAGE, None)

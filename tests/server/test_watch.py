@@ -436,20 +436,20 @@ def test_a_slow_watcher_gets_fewer_snapshots_and_nothing_is_kept_for_it() -> Non
 
 def test_the_pulse_counts_and_forgets() -> None:
     now_s = 1000.0
-    pulse = ActivityCounters(lambda: now_s)
-    assert pulse.ttft() is None
+    activity = ActivityCounters(lambda: now_s)
+    assert activity.ttft() is None
     output = EngineOutput(1, (5, 6), None, 0, None, (), None, None)
-    pulse.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
-    assert (pulse.num_computed_tokens, pulse.num_generated_tokens, pulse.num_prefilled_tokens) == (10, 4, 6)
+    activity.stepped(Stepped((output, output), (), num_tokens=10, took_s=0.1))
+    assert (activity.num_computed_tokens, activity.num_generated_tokens, activity.num_prefilled_tokens) == (10, 4, 6)
     for number in range(1, 101):
-        pulse.finished(record(number / 100))
-    pulse.finished(record(None))
-    assert pulse.ttft() == (100, 0.5, 0.95)
+        activity.finished(record(number / 100))
+    activity.finished(record(None))
+    assert activity.ttft() == (100, 0.5, 0.95)
     for _ in range(2 * MAX_RECENT):
-        pulse.finished(record(9.0))
-    assert pulse.ttft() == (MAX_RECENT, 9.0, 9.0)
+        activity.finished(record(9.0))
+    assert activity.ttft() == (MAX_RECENT, 9.0, 9.0)
     now_s += 301
-    assert pulse.ttft() is None
+    assert activity.ttft() is None
 
 
 def record(ttft_s: float | None) -> RequestRecord:

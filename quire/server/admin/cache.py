@@ -174,7 +174,7 @@ def _not_loaded(name: str) -> ApiError:
 
 async def _prompt(context: RequestContext, service: ModelService, body: ExplainRequest) -> tuple[tuple[int, ...], str]:
     """Token ids and the salt they are cached under: what a request to generate would have, checked as strictly."""
-    request = to_ask(body)
+    request = to_inference_request(body)
     tokens = await service.encode(request.prompts[0])
     if len(tokens) > service.max_model_len:
         raise ContextTooLong(f"prompt has {len(tokens)} tokens, more than the {service.max_model_len} of the context")
@@ -186,7 +186,7 @@ async def _prompt(context: RequestContext, service: ModelService, body: ExplainR
     return tokens, service.salt_for(context.key, request.cache_salt)
 
 
-def to_ask(body: ExplainRequest) -> InferenceRequest:
+def to_inference_request(body: ExplainRequest) -> InferenceRequest:
     prompt: Prompt
     if body.messages is not None and body.prompt is not None:
         raise InvalidRequest("messages and prompt exclude each other")

@@ -62,13 +62,13 @@ async def unload(context: RequestContext) -> Response:
 async def pin(context: RequestContext) -> Response:
     """Loads nothing: it is about who goes when there is no room."""
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.pin(model.seat)
+    context.models.manager.pin(model.managed)
     return context.json(status(model))
 
 
 async def unpin(context: RequestContext) -> Response:
     model = context.models.find((await context.body(PinRequest)).model)
-    context.models.manager.unpin(model.seat)
+    context.models.manager.unpin(model.managed)
     return context.json(status(model))
 
 

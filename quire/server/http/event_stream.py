@@ -66,7 +66,9 @@ class EventStream(Response):
                 error = problem
             self._active.close(error)
             if error is not None and not isinstance(error, ClientGone):
-                await self._write(self._dialect.event(told(error, self._active.request_id), self._active.request_id))
+                await self._write(
+                    self._dialect.event(api_error(error, self._active.request_id), self._active.request_id)
+                )
             await self._end()
         finally:
             self._timer.cancel()
@@ -103,8 +105,8 @@ class EventStream(Response):
         self._timer = self._loop.call_later(self._keep_alive_s / 2, self._tick)
 
 
-def told(error: Exception, request_id: str) -> ApiError:
-    """What a client is told of a failure in mid-stream."""
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """The error that a client receives when a stream fails after its first event."""
     match error:
         case ApiError():
             return error

@@ -79,7 +79,7 @@ async def metrics(context: RequestContext) -> Response:
 
 
 async def _take_metrics(model: Model) -> None:
-    model.metrics.take_seat(model.seat)
+    model.metrics.take_model_state(model.managed)
     if (service := model.service) is not None:
         stats = await current_stats(service)
         if model.service is service:  # or it was unloaded meanwhile, and its last figures are taken

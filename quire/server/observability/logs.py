@@ -115,7 +115,7 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
     return {name: _cut(value) for name, value in fields.items() if value is not None}
 
 
-class Once:
+class LogOnce:
     """Says each thing once, and after MAX_KEYS things no more."""
 
     def __init__(self) -> None:

@@ -266,7 +266,7 @@ class Metrics:
         self._last: Stats | None = None
         self._num_restarts = 0  # that we counted
         self._worker = 0  # num_restarts of the worker that the last stats are of
-        self._seat_counts: dict[str, int] = {}  # that we counted
+        self._load_counts: dict[str, int] = {}  # that we counted
         self._bind()
 
     def _bind(self) -> None:
@@ -358,22 +358,22 @@ class Metrics:
         if worker.facts is not None:
             self._take_facts(worker.facts)
 
-    def take_seat(self, seat: ManagedModel) -> None:
+    def take_model_state(self, managed: ManagedModel) -> None:
         """Where the model is, and how often it came and went."""
         for state in ModelState:
-            self._set("model_state", float(state is seat.state), state.value)
-        self._set("model_bytes", seat.num_bytes)
-        self._set("model_requests_waiting", len(seat.waiters))
-        if seat.state is not ModelState.READY:
+            self._set("model_state", float(state is managed.state), state.value)
+        self._set("model_bytes", managed.num_bytes)
+        self._set("model_requests_waiting", len(managed.waiters))
+        if managed.state is not ModelState.READY:
             self._rest()
         counts = {
-            "model_loads": seat.num_loads,
-            "model_load_failures": seat.num_failures,
-            "model_unloads": seat.num_unloads,
+            "model_loads": managed.num_loads,
+            "model_load_failures": managed.num_failures,
+            "model_unloads": managed.num_unloads,
         }
         for name, value in counts.items():
-            self._plain[name].inc(value - self._seat_counts.get(name, 0))
-        self._seat_counts = counts
+            self._plain[name].inc(value - self._load_counts.get(name, 0))
+        self._load_counts = counts
 
     def forget_worker(self) -> None:
         """Another one counts from 0."""

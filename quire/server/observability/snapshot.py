@@ -186,7 +186,7 @@ class SnapshotBuilder:
     rates: Rates
     request_rates: dict[ActiveRequest, float]
     ttft: Ttft | None
-    works: tuple[ActiveRequest, ...]
+    active_requests: tuple[ActiveRequest, ...]
 
     def view(self, key: Key) -> WatchedModel:
         model = self.model
@@ -206,7 +206,7 @@ class SnapshotBuilder:
         if service is None or (facts := service.client.facts) is None:
             return None
         if stats is None:
-            stats = _guessed(self.works)
+            stats = _guessed(self.active_requests)
         requests = self._requests(key)
         return WatchedEngine(
             backend=facts.facts.backend,
@@ -238,11 +238,11 @@ class SnapshotBuilder:
             ],
             blocks=None if self.blocks is None else _blocks(self.blocks),
             requests=requests,
-            num_other_requests=len(self.works) - len(requests),
+            num_other_requests=len(self.active_requests) - len(requests),
         )
 
     def _requests(self, key: Key) -> list[WatchedRequest]:
-        mine = [active for active in self.works if is_shown(active, key)]
+        mine = [active for active in self.active_requests if is_shown(active, key)]
         mine.sort(key=lambda active: (not active.is_started, active.caller.arrived_s))
         running = None if self.blocks is None else {one.request_id: one for one in self.blocks.running}
         shown = [self._request(active, running) for active in mine[:MAX_REQUESTS_SHOWN]]
@@ -271,9 +271,9 @@ class SnapshotBuilder:
         )
 
 
-def _guessed(works: Sequence[ActiveRequest]) -> Stats:
+def _guessed(active_requests: Sequence[ActiveRequest]) -> Stats:
     """A worker that is in its first step has not answered yet. Its counts are zero, but there are requests."""
-    all_of_them = [(active, generation) for active in works for generation in active.generations]
+    all_of_them = [(active, generation) for active in active_requests for generation in active.generations]
     waiting = [(active, generation) for active, generation in all_of_them if not generation.is_started]
     num_running = sum(len(one.request_ids) for _, one in all_of_them if one.is_started)
     return Stats(
@@ -313,10 +313,10 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
     )
 
 
-def blocks_answer(model: str, found: BlocksView, works: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
+def blocks_answer(model: str, found: BlocksView, active_requests: Sequence[ActiveRequest], key: Key) -> BlocksAnswer:
     owners = {
         request_id: active
-        for active in works
+        for active in active_requests
         for generation in active.generations
         for request_id in generation.request_ids
     }

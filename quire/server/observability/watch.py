@@ -29,8 +29,8 @@ from quire.server.observability.snapshot import (
 MAX_WATCHERS = 16
 MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all
 MAX_CELLS = 2000  # of a map: more than a screen shows
-PATIENCE_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
-ONCE_PATIENCE_S = 2.0
+WAIT_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
+ONCE_WAIT_S = 2.0
 MAX_ASKS = 256  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ class Watch:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._watchers: set[Watcher] = set()
-        self._reporters: dict[str, Reporter] = {}
+        self._reports: dict[str, ModelReport] = {}
         self._clock: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()  # a new one for each tick
-        self._glances: list[SnapshotBuilder] = []
+        self._builders: list[SnapshotBuilder] = []
         self._views: dict[str, bytes] = {}  # by the name of the key: made once a tick, whoever asks
         self._at_s = 0.0  # when the last tick was
         self._took_s = 0.0  # from the one before to it
@@ -69,9 +69,9 @@ class Watch:
         if not self._watchers and self._clock is not None:
             self._clock.cancel()
             self._clock = None
-            for reporter in self._reporters.values():
-                reporter.close()
-            self._reporters = {}
+            for report in self._reports.values():
+                report.close()
+            self._reports = {}
 
     async def after(self, tick: int) -> int:
         """Wait for a tick later than that one, and say which it is."""
@@ -92,7 +92,7 @@ class Watch:
                 num_watchers=len(self._watchers),
                 held_bytes=self._models.manager.num_bytes,
                 budget_bytes=self._models.manager.budget_bytes,
-                models=[glance.view(key) for glance in self._glances],
+                models=[builder.view(key) for builder in self._builders],
             )
             self._views[key.name] = msgspec.json.encode(snapshot)
         return self._views[key.name]
@@ -101,7 +101,7 @@ class Watch:
         while True:
             began_s = time.monotonic()
             try:
-                await self._look()
+                await self._collect()
             except Exception:
                 log.exception("a snapshot failed")
             ticked, self._ticked = self._ticked, asyncio.Event()
@@ -109,26 +109,26 @@ class Watch:
             interval_s = min((watcher.interval_s for watcher in self._watchers), default=1.0)
             await asyncio.sleep(max(began_s + interval_s - time.monotonic(), 0.01))
 
-    async def _look(self) -> None:
+    async def _collect(self) -> None:
         models = list(self._models)
         for model in models:
-            if model.name not in self._reporters:
-                self._reporters[model.name] = Reporter(model)
-        reporters = [self._reporters[model.name] for model in models]
-        asking = {task for reporter in reporters if (task := reporter.request()) is not None}
+            if model.name not in self._reports:
+                self._reports[model.name] = ModelReport(model)
+        reports = [self._reports[model.name] for model in models]
+        asking = {task for report in reports if (task := report.request()) is not None}
         if asking:
-            await asyncio.wait(asking, timeout=PATIENCE_S)
+            await asyncio.wait(asking, timeout=WAIT_S)
         now_s = time.monotonic()
         self._took_s = now_s - self._at_s if self.tick else 0.0
         self._at_s = now_s
-        self._glances = [reporter.glance(now_s) for reporter in reporters]
+        self._builders = [report.builder(now_s) for report in reports]
         self._views = {}
         self.tick += 1
 
     @property
     def has_reports(self) -> bool:
         """Every worker that serves has answered at least once, with a map of all its blocks."""
-        return all(reporter.has_report for reporter in self._reporters.values())
+        return all(report.has_report for report in self._reports.values())
 
 
 def _too_many(who: str) -> ApiError:
@@ -157,7 +157,7 @@ class Watcher:
 
     async def once(self, key: Key) -> bytes:
         """A snapshot with rates in it, which takes two ticks."""
-        until_s = time.monotonic() + ONCE_PATIENCE_S + self.interval_s
+        until_s = time.monotonic() + ONCE_WAIT_S + self.interval_s
         await self._watch.after(1)
         while not self._watch.has_reports and time.monotonic() < until_s:
             await self._watch.after(self._watch.tick)
@@ -167,7 +167,7 @@ class Watcher:
         self._watch.leave(self)
 
 
-class Reporter:
+class ModelReport:
     """What one model last said of itself, and how fast it moved since the time before."""
 
     def __init__(self, model: Model) -> None:
@@ -176,7 +176,7 @@ class Reporter:
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
         self._is_whole = False  # there has been a map of all blocks
-        self._said_s = 0.0
+        self._answered_s = 0.0
         self._service: ModelService | None = None  # that all this is of
         self._at_s = 0.0
         self._totals = (0, 0)
@@ -198,10 +198,10 @@ class Reporter:
             self._forget()
             return None
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._hear(service))
+            self._asking = asyncio.create_task(self._ask(service))
         return self._asking
 
-    async def _hear(self, service: ModelService) -> None:
+    async def _ask(self, service: ModelService) -> None:
         with suppress(QuireError):  # it has just died: what it said last stands until another is there
             for _ in range(MAX_ASKS):
                 stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
@@ -214,7 +214,7 @@ class Reporter:
         is of it is shown. Later ones are shown whole."""
         if stats is None or blocks is None:
             return
-        self._stats, self._said_s = stats, time.monotonic()
+        self._stats, self._answered_s = stats, time.monotonic()
         if not (blocks.num_pending and self._is_whole):
             self._blocks, self._is_whole = blocks, not blocks.num_pending
 
@@ -222,14 +222,14 @@ class Reporter:
         self._stats = self._blocks = None
         self._is_whole = False
 
-    def glance(self, now_s: float) -> SnapshotBuilder:
+    def builder(self, now_s: float) -> SnapshotBuilder:
         """For the tick of now. Rates are those since the one before."""
         service = self._service
-        works = () if service is None else tuple(service.works)
+        active_requests = () if service is None else tuple(service.active_requests)
         totals = (0, 0)
         if service is not None:
-            totals = service.pulse.num_prefilled_tokens, service.pulse.num_generated_tokens
-        completions = {active: active.usage.completion_tokens for active in works}
+            totals = service.activity.num_prefilled_tokens, service.activity.num_generated_tokens
+        completions = {active: active.usage.completion_tokens for active in active_requests}
         span_s = now_s - self._at_s if self._at_s else 0.0
         rates, request_rates = Rates(), dict[ActiveRequest, float]()
         if span_s > 0:
@@ -244,11 +244,11 @@ class Reporter:
             service,
             self._stats,
             self._blocks,
-            now_s - self._said_s if self._stats is not None else None,
+            now_s - self._answered_s if self._stats is not None else None,
             rates,
             request_rates,
-            None if service is None else service.pulse.ttft(),
-            works,
+            None if service is None else service.activity.ttft(),
+            active_requests,
         )
 
     def close(self) -> None:

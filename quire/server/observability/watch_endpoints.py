@@ -64,15 +64,15 @@ async def watch_blocks(context: RequestContext) -> Response:
     found = None if model.service is None else await model.service.client.view_blocks(query.first, query.count)
     if found is None or model.service is None:
         raise ApiError(Kind.UNAVAILABLE, f"{model.name} is not loaded", retry_after_s=5.0, reason="loading")
-    return context.json(blocks_answer(model.name, found, tuple(model.service.works), context.key))
+    return context.json(blocks_answer(model.name, found, tuple(model.service.active_requests), context.key))
 
 
 async def watch_held(context: RequestContext) -> Response:
     """Which blocks a request holds: asked when somebody points at it."""
     query = parse_query(context, HeldQuery)
     model = context.models.find(query.model)
-    works = () if model.service is None else model.service.works
-    active = next((one for one in works if one.request_id == query.id and is_shown(one, context.key)), None)
+    active_requests = () if model.service is None else model.service.active_requests
+    active = next((one for one in active_requests if one.request_id == query.id and is_shown(one, context.key)), None)
     if active is None or model.service is None:
         raise ApiError(Kind.NOT_FOUND, f"id = {query.id!r:.80} is no request of yours that is under way", param="id")
     ids = tuple(request_id for generation in active.generations for request_id in generation.request_ids)

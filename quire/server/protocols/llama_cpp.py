@@ -98,8 +98,12 @@ async def props(context: RequestContext) -> Response:
 async def slots(context: RequestContext) -> Response:
     """quire has no fixed slots: the first of them stand for the requests that run now, in the order they came."""
     model = context.models.find(context.request.query_params.get("model"))
-    works = [] if model.service is None else sorted(model.service.works, key=lambda active: active.caller.arrived_s)
-    running = [active for active in works if active.is_started]
+    ordered = (
+        []
+        if model.service is None
+        else sorted(model.service.active_requests, key=lambda active: active.caller.arrived_s)
+    )
+    running = [active for active in ordered if active.is_started]
     count = max(_num_slots(model), len(running))
     n_ctx = model.max_model_len or 0
     return context.json([_slot(i, n_ctx, running[i] if i < len(running) else None, context) for i in range(count)])

@@ -25,7 +25,7 @@ from quire.server.protocols.anthropic.parsing import (
     grammar_of,
     shape_field,
     shows_thoughts,
-    to_ask,
+    to_inference_request,
 )
 from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
@@ -64,7 +64,7 @@ _encoder = msgspec.json.Encoder()
 
 async def messages(context: RequestContext) -> Response:
     body = await context.body(MessagesRequest)
-    request = to_ask(body)
+    request = to_inference_request(body)
     edited = await _edited(context, body, request.prompts[0])
     request = replace(request, model=_served_name(context, body.model), prompts=(edited.chat,))
     return await answer_in_shape(request, shape_field(body), partial(_respond, context, body, edited))

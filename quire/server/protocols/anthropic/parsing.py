@@ -44,7 +44,7 @@ _PART = re.compile(r"\[(\d+)\]")
 _BETWEEN = {Role.SYSTEM: "\n\n", Role.USER: "\n\n", Role.ASSISTANT: ""}
 
 
-def to_ask(body: MessagesRequest) -> InferenceRequest:
+def to_inference_request(body: MessagesRequest) -> InferenceRequest:
     refuse_unsupported(body)
     chat, breakpoints, ignored = conversation(body)
     request = InferenceRequest(

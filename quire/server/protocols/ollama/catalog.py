@@ -112,12 +112,12 @@ def given_name(model: str | None, name: str | None) -> str:
 
 
 def _expires_at(model: Model) -> str:
-    seat = model.seat
-    if seat.idle_unload_s is None or seat.is_pinned:
+    managed = model.managed
+    if managed.idle_unload_s is None or managed.is_pinned:
         return NEVER
-    left_s = seat.idle_unload_s  # a busy one has all of it still to come
-    if seat.idle_timer is not None:
-        left_s = seat.idle_timer.when() - asyncio.get_running_loop().time()
+    left_s = managed.idle_unload_s  # a busy one has all of it still to come
+    if managed.idle_timer is not None:
+        left_s = managed.idle_timer.when() - asyncio.get_running_loop().time()
     return rfc3339(time.time() + max(0.0, left_s))
 
 

@@ -40,7 +40,7 @@ from quire.server.protocols.ollama.types import (
     OllamaLogprob,
 )
 from quire.server.protocols.openai.encoding import cache_view, finish_reason, finite, token_text
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import answer_in_shape
 from quire.server.request_context import IGNORED
 from quire.text.answers import CallArguments, CallStart, Piece, Thought, Words
@@ -72,7 +72,7 @@ async def generate(context: RequestContext) -> Response:
     request = replace(parse_generate(body), model=model.name)
     if body.context:
         service = await context.use(model.name)
-        with in_their_words(NAMES):
+        with protocol_field_names(NAMES):
             prompt = (*body.context, *await service.encode(request.prompts[0]))
         request = replace(request, prompts=(prompt,))
     return await _generate(context, body, request, generate_answer, is_raw=bool(body.raw), has_context=not body.raw)
@@ -96,7 +96,7 @@ async def _generate(
         one = (await context.result(active))[0].completions[0]
         return context.json(reply.whole(one))
 
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), respond)
 
 

@@ -25,7 +25,7 @@ from quire.server.protocols.ollama.types import (
     OllamaTool,
     OllamaToolCall,
 )
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import shape_error, with_unenforced
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages
@@ -131,7 +131,7 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
     refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         request = InferenceRequest(
             model=body.model,
             prompts=(prompt,),

@@ -31,9 +31,9 @@ from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
     cache_ttl_s,
-    in_their_words,
     includes_usage,
     params_of,
+    protocol_field_names,
     says_usage_always,
     ttl_s,
 )
@@ -80,7 +80,7 @@ _OTHER_PARTS = {"image_url": "images", "input_audio": "audio", "file": "files"}
 async def chat_completions(context: RequestContext) -> Response:
     body = await context.body(ChatCompletionRequest)
     request = parse_chat(body)
-    with in_their_words(_names(body)):
+    with protocol_field_names(_names(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -111,7 +111,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
     refuse_unsupported(body)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
-    with in_their_words(_names(body)):
+    with protocol_field_names(_names(body)):
         chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))

@@ -30,9 +30,9 @@ from quire.server.protocols.openai.encoding import (
 from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
-    in_their_words,
     includes_usage,
     params_of,
+    protocol_field_names,
     says_usage_always,
 )
 from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 async def completions(context: RequestContext) -> Response:
     body = await context.body(CompletionRequest)
     request = parse_completion(body)
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -104,7 +104,7 @@ def parse_completion(body: CompletionRequest) -> InferenceRequest:
     max_tokens = body.max_tokens
     if max_tokens is None and body.n_predict is None:
         max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
-    with in_their_words(NAMES):
+    with protocol_field_names(NAMES):
         prompts = _prompts(body.prompt)
         params = params_of(
             body,

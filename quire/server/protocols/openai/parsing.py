@@ -31,7 +31,7 @@ NAMES = {
 
 
 @contextmanager
-def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
+def protocol_field_names(names: Mapping[str, str]) -> Iterator[None]:
     """An error that begins with one of our fields begins with the client's name of it."""
     try:
         yield
@@ -59,7 +59,7 @@ def params_of(
         max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
     if penalty is None and body.repeat_penalty is not None:
         penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
-    with in_their_words(names):
+    with protocol_field_names(names):
         if max_tokens == 0 and not may_be_empty:
             raise InvalidRequest("max_tokens = 0 is not at least 1, or -1 for no limit; completions take 0")
         return GenerationParams(

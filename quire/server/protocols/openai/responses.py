@@ -13,10 +13,10 @@ from msgspec import UNSET
 from quire.engine.outputs import Delta, TokenLogprob
 from quire.server.active_request import ClientGone
 from quire.server.errors import ApiError, Kind
-from quire.server.http.event_stream import told
+from quire.server.http.event_stream import api_error
 from quire.server.inference_request import InferenceRequest
 from quire.server.protocols.openai.encoding import TIERS, cache_view, finish_reason, finite, token_text
-from quire.server.protocols.openai.parsing import in_their_words
+from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.openai.responses_items import AnswerItems
 from quire.server.protocols.openai.responses_parsing import names_of, parse_responses, shape_field
 from quire.server.protocols.openai.responses_tools import client_tools
@@ -53,7 +53,7 @@ _CODES: dict[Kind, ErrorCode] = {Kind.RATE_LIMITED: "rate_limit_exceeded", Kind.
 async def responses(context: RequestContext) -> Response:
     body = await context.body(ResponsesRequest)
     request = parse_responses(body)
-    with in_their_words(names_of(body)):
+    with protocol_field_names(names_of(body)):
         return await answer_in_shape(request, shape_field(body), partial(_respond, context, body))
 
 
@@ -95,7 +95,7 @@ class Reply:
             raise
         except Exception as error:
             self._active.close(error)
-            yield self._frames([ResponseFailed(response=self._failed(told(error, self._active.request_id)))])
+            yield self._frames([ResponseFailed(response=self._failed(api_error(error, self._active.request_id)))])
             return
         final = self._finished()
         yield self._frames([(ResponseCompleted if self._is_whole else ResponseIncomplete)(response=final)])

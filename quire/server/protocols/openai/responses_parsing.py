@@ -12,7 +12,7 @@ import msgspec
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
+from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, params_of, protocol_field_names, ttl_s
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
     ITEMS,
@@ -49,7 +49,7 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
         if value is not None and value not in row.harmless:
             raise unsupported(name, row.say(name))
     refuse_unsupported(body)
-    with in_their_words(names_of(body)):
+    with protocol_field_names(names_of(body)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)
         tools, choice, ignored, unenforced = parse_tools(body)
