@@ -1,6 +1,6 @@
-"""One loaded model and everything asked of it over HTTP: tokenising, submission, deadlines, the bill.
+"""Serves one loaded model: tokenises prompts, submits requests to the engine, enforces timeouts, counts usage.
 
-Knows no protocol: codecs bring an `InferenceRequest` and read a `ActiveRequest`.
+Knows no protocol: codecs pass an `InferenceRequest` and read an `ActiveRequest`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from quire.server.observability.metrics import Metrics
 from quire.text.messages import ChatRequest, Message, Part, Role
 
 MAX_ENCODERS = 4
-MIN_WAIT_S = 1.0  # in the queue, for whoever has spent the rest on a load
-Connect = Callable[
-    [Callable[[Stepped], None]], EngineClient
-]  # to the engine, with what to call after each of its steps
+MIN_WAIT_S = 1.0  # in the queue, for a request that spent its time on loading the model
+Connect = Callable[[Callable[[Stepped], None]], EngineClient]  # its argument is called after each step of the engine
 
 log = logging.getLogger(__name__)
 
@@ -92,24 +90,25 @@ class ModelService:
 
     @property
     def active_requests(self) -> Collection[ActiveRequest]:
-        """All that have passed the bounds and are not over."""
+        """Requests that have passed all limits and have not ended."""
         return self._active
 
     def salt_for(self, key: Key, cache_salt: str) -> str:
-        """The salt of the chain keys: who has another key, or names another salt, shares nothing."""
+        """Return the salt of the chain keys. Different keys or salts share no cached blocks."""
         if not key.namespace and not cache_salt:
             return ""
         parts = f"{len(key.namespace)}:{key.namespace}:{cache_salt}"
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
-    # Work
+    # Requests
 
     async def open(
         self, request: InferenceRequest, caller: RequestInfo, ticket: QueueTicket, waited_s: float = 0.0
     ) -> ActiveRequest:
-        """Tokenise, pass the bounds, hand it to the engine. Raises ApiError or QuireError, and then holds nothing.
+        """Tokenise the prompts, check the limits and submit the request to the engine.
 
-        The ticket is its place in the queue, which it has had for `waited_s`, and is given back here.
+        `ticket` is the request's place in the queue, held for `waited_s` so far. Raises ApiError or QuireError; the
+        ticket is then returned and nothing is held.
         """
         self._enter()
         active: ActiveRequest | None = None
@@ -154,12 +153,12 @@ class ModelService:
         except asyncio.CancelledError:
             if active.error is None:
                 raise
-            raise active.error from None  # it was cut
+            raise active.error from None  # it was ended by `fail`
         finally:
             active.submitting = None
 
     def close_request(self, active: ActiveRequest) -> None:
-        """Called once by a work that is over."""
+        """Called once by a request when it ends."""
         if active in self._active:
             self._active.remove(active)
             self.quotas.of(active.caller.key).use(active.usage.completion_tokens)
@@ -173,7 +172,7 @@ class ModelService:
     def _too_late(self, what: str, priority: Priority) -> ApiError:
         return ApiError(
             Kind.OVERLOADED,
-            f"{what}: the limit of {self.limits.queue_timeout_s:g} s is over",
+            f"{what}: the limit is {self.limits.queue_timeout_s:g} s",
             retry_after_s=self.queues.retry_after_s(priority),
             reason="queue_timeout",
         )
@@ -188,16 +187,16 @@ class ModelService:
         self.count(self.activity.stepped, stepped)
 
     def count(self, count: Callable[..., None], *values: object) -> None:
-        """A figure that cannot be counted must not end the request it is about, nor the counting of others."""
+        """Call a metrics function. An error in it must not end the request or stop other counting."""
         try:
             count(*values)
         except Exception:
-            log.exception("a metric failed")
+            log.exception("updating a metric failed")
 
     # Text
 
     async def encode(self, prompt: Prompt, *, add_special: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, off the event loop: a long one takes seconds."""
+        """Tokenise a prompt in a thread: a long one takes seconds."""
         if isinstance(prompt, tuple):
             return prompt
         loop = asyncio.get_running_loop()
@@ -234,9 +233,9 @@ class ModelService:
         return replace(built, pins=tuple(pins)) if pins else built
 
     async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
-        """How many tokens of the prompt the conversation up to there makes: what its rendering has in common with it.
+        """Number of prompt tokens up to a breakpoint: the common prefix of the prompt and the rendering up to there.
 
-        Templates may need a user's turn; one is added behind a system message, and ends the common part.
+        A template may need a user turn. One is added after a system message, and the common prefix ends before it.
         """
         messages = list(chat.messages[: end.message + 1])
         last = messages[-1]
@@ -248,27 +247,27 @@ class ModelService:
         except TemplateError:
             return 0
         size = 0
-        for ours, theirs in zip(head, tokens, strict=False):
-            if ours != theirs:
+        for head_token, token in zip(head, tokens, strict=False):
+            if head_token != token:
                 break
             size += 1
         return size
 
     def pinned_tokens(self, request: GenerationRequest) -> int:
-        """Of what is to be kept, what the pins will hold: whole blocks, at most half the pool."""
+        """Number of tokens that the request's pins will hold: full blocks, at most half of the pool."""
         capacity = self.client.capacity
         if capacity is None or not request.pins or not self.client.is_caching:
             return 0
         num_blocks = max(pin.num_tokens for pin in request.pins) // capacity.block_size
         return min(num_blocks, (capacity.num_blocks - 1) // 2) * capacity.block_size
 
-    # The end
+    # Shutdown
 
     async def wait_idle(self) -> None:
         await self._is_idle.wait()
 
     def cut(self, error: ApiError | None = None) -> None:
-        """End what is left, with an error to each client."""
+        """End the remaining requests with an error."""
         self.is_draining = self._is_cut = True
         for active in tuple(self._active):
             active.fail(error or shutting_down())
@@ -297,5 +296,5 @@ def shutting_down() -> ApiError:
 
 
 def _pin_id(owner: str, salt: str, kind: str, name: str) -> str:
-    """Whose it is, for fairness among pins, and what it is."""
+    """An id of the owner, for fairness among pins, and a digest of the content."""
     return f"{owner.replace('/', '_')}/{hashlib.sha256(f'{salt}|{kind}|{name}'.encode()).hexdigest()[:32]}"
