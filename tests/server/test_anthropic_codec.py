@@ -468,10 +468,10 @@ def test_the_shape_of_an_answer() -> None:
 
 
 @dataclass
-class FakeWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
-    ask: InferenceRequest
+    request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     num_prompt: int = 100
     num_cached: int = 0
@@ -489,7 +489,7 @@ class FakeWork:
 
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 
@@ -515,7 +515,10 @@ def reply(
     wants_cache = bool(more.pop("wants_cache", False))
     ask = parse(max_tokens=max_tokens, cache=wants_cache, tools=more.pop("tools", None))
     return Reply(
-        cast(ActiveRequest, FakeWork(ask, steps, **more)), max_tokens, hour_tokens, shows_thoughts=shows_thoughts
+        cast(ActiveRequest, FakeActiveRequest(ask, steps, **more)),
+        max_tokens,
+        hour_tokens,
+        shows_thoughts=shows_thoughts,
     )
 
 

@@ -732,7 +732,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_model: Path) -> 
             await flowing.wait()
             with paused(server.worker_pid):  # the stream cannot end meanwhile
                 server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(server.wait_for, "finishing")
+                await asyncio.to_thread(server.wait_for, "draining")
                 ready = await ask_async(server, "/ready", None, method="GET")
                 late = await ask_async(server, CHAT, body_for(CHAT, "Hi", 5))
             return await stream, ready, late
@@ -761,7 +761,7 @@ def test_a_second_signal_cuts_at_once(tiny_model: Path, number: signal.Signals) 
             ]
             await flowing.wait()
             server.process.send_signal(number)
-            await asyncio.to_thread(server.wait_for, "finishing")
+            await asyncio.to_thread(server.wait_for, "draining")
             server.process.send_signal(number)
             return await asyncio.gather(*streams)
 

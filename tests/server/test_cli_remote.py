@@ -95,7 +95,7 @@ def test_stop(server: Server) -> None:
 
 def test_what_goes_wrong_is_one_line(server: Server) -> None:
     wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert f"{server.url}: this API key is not known here" in wrong.stderr
+    assert f"{server.url}: this API key is unknown" in wrong.stderr
     without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
     assert "no API key was sent" in without.stderr
     assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr

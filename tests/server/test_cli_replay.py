@@ -149,7 +149,7 @@ def test_what_cannot_be_played_is_one_line(tmp_path: Path) -> None:
 def test_a_server_that_will_not_have_us(server: Server, tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", line(0.0))
     wrong = quire("replay", trace, "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert "this API key is not known here" in wrong.stderr
+    assert "this API key is unknown" in wrong.stderr
     step = replay(server, trace, "--base-ms", "-1", "--token-us", "1", "--context-us", "1")
     assert "--base-ms = -1.0 is not from 0" in step.stderr
     model = replay(server, trace, "--model", "someone/else")

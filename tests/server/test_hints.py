@@ -102,8 +102,8 @@ def test_each_protocol_is_told_in_its_own_words(server: Server) -> None:
 def test_another_method_is_named(server: Server) -> None:
     answer = server.get("/v1/chat/completions")
     assert answer.status == 405
-    assert answer.json["error"]["message"] == "GET is not allowed here: use POST"
-    assert server.get("/api/chat").json == {"error": "GET is not allowed here: use POST"}
+    assert answer.json["error"]["message"] == "GET is not allowed for this path: use POST"
+    assert server.get("/api/chat").json == {"error": "GET is not allowed for this path: use POST"}
 
 
 def test_clients_that_only_look_whether_somebody_is_there(server: Server) -> None:

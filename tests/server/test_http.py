@@ -126,8 +126,8 @@ class Failing:
         raise self.error
 
 
-class SilentWork:
-    """As much of a work as a stream needs."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a stream uses."""
 
     request_id = "req_1"
     is_closed = False
@@ -149,7 +149,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
             if message.get("body") == OPENAI.keep_alive:
                 events.may_fail.set()
 
-        stream = EventStream(cast(ActiveRequest, SilentWork()), events, {}, OPENAI, keep_alive_s=0.01)
+        stream = EventStream(cast(ActiveRequest, FakeActiveRequest()), events, {}, OPENAI, keep_alive_s=0.01)
         await stream.begin()
         await stream({}, cast(Any, None), send)
         return sent
@@ -163,7 +163,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_keep_alive() -> None:
 
 def test_what_fails_before_the_first_keep_alive_has_a_status_of_its_own() -> None:
     async def serve() -> None:
-        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), SilentWork()
+        events, work = Failing(ApiError(Kind.OVERLOADED, "the queue is full")), FakeActiveRequest()
         events.may_fail.set()
         stream = EventStream(cast(ActiveRequest, work), events, {}, OPENAI, keep_alive_s=600)
         with pytest.raises(ApiError, match="the queue is full"):

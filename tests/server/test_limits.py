@@ -28,11 +28,11 @@ def test_the_door_counts_requests_and_tokens_and_refuses_by_either() -> None:
     queues = TierQueues(4, 100, Clock())
     first = enter(queues, 3)
     first.grow(50)
-    with pytest.raises(ApiError, match="3 requests wait already, and 2 more exceed the limit of 4") as refused:
+    with pytest.raises(ApiError, match="3 requests are already waiting, and 2 more exceed the limit of 4") as refused:
         enter(queues, 2)
     assert (refused.value.kind, refused.value.reason, refused.value.may_retry) == (Kind.OVERLOADED, "queue_full", True)
     second = enter(queues, 1)
-    with pytest.raises(ApiError, match="50 tokens wait already; 51 more exceed 100") as refused:
+    with pytest.raises(ApiError, match="50 tokens are already waiting; 51 more exceed the limit of 100") as refused:
         second.grow(51)
     assert refused.value.reason == "queue_tokens"
     second.leave()
@@ -56,7 +56,7 @@ def test_an_empty_queue_takes_what_is_larger_than_its_bound() -> None:
 def test_a_full_queue_of_one_tier_refuses_nothing_of_another() -> None:
     queues = TierQueues(4, 100, Clock())
     enter(queues, 4, Priority.LOW).grow(100)
-    with pytest.raises(ApiError, match="4 requests wait already, which is the limit"):
+    with pytest.raises(ApiError, match="4 requests are already waiting, which is the limit"):
         enter(queues, 1, Priority.LOW)
     enter(queues, 4, Priority.HIGH).grow(100)
     queues.check(Key("a", Priority.HIGH, Priority.HIGH))  # NORMAL still has room
@@ -74,12 +74,12 @@ def test_a_tenant_that_fills_the_queue_does_not_shut_out_the_others() -> None:
     with pytest.raises(ApiError):
         enter(queues, 1, tenant="person")
     person[0].grow(50)
-    with pytest.raises(ApiError, match="tokens wait already"):
+    with pytest.raises(ApiError, match="tokens are already waiting"):
         person[1].grow(1)
     enter(queues, 1, tenant="third")
     for number in range(4 * 4 - 7):
         enter(queues, 1, tenant=f"tenant {number}")  # each holds nothing yet
-    with pytest.raises(ApiError, match="16 requests wait already"):
+    with pytest.raises(ApiError, match="16 requests are already waiting"):
         enter(queues, 1, tenant="one too many")  # four times the bound is the end
 
 
@@ -130,7 +130,7 @@ def test_bodies_share_a_budget_and_give_it_back() -> None:
     body_bytes = BodyBytes()
     with body_bytes(100) as one, body_bytes(100) as other:
         one.take(60)
-        with pytest.raises(ApiError, match="60 bytes of requests are being read already") as refused:
+        with pytest.raises(ApiError, match="60 bytes of request bodies are already being read") as refused:
             other.take(41)
         assert (refused.value.kind, refused.value.reason) == (Kind.OVERLOADED, "body_bytes")
         other.take(40)

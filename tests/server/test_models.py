@@ -112,7 +112,7 @@ def test_the_first_is_loaded_at_the_start_and_others_on_first_use(roomy: Server)
     assert answers[0]["system_fingerprint"] == answers[2]["system_fingerprint"] != answers[1]["system_fingerprint"]
     assert states(roomy) == "ready ready unloaded"
     assert len(workers(roomy)) == 2
-    roomy.wait_for(r"1 request\(s\) wait for b, which is unloaded")
+    roomy.wait_for(r"1 request\(s\) are waiting for b, which is unloaded")
     roomy.wait_for(r"quire.request: .* model=b ")
 
 
@@ -131,7 +131,7 @@ def test_every_protocol_picks_by_model(roomy: Server) -> None:
 def test_an_unknown_name_is_told_what_there_is(roomy: Server) -> None:
     for answer in (roomy.chat(model="z"), roomy.get("/v1/models/z"), roomy.post("/v1/models/load", {"model": "z"})):
         assert answer.status == 404
-        assert "'z' is not served here; this server has a, b, c" in answer.json["error"]["message"]
+        assert "'z' is not served; this server has a, b, c" in answer.json["error"]["message"]
 
 
 def test_questions_about_a_cache_load_nothing(roomy: Server) -> None:
@@ -225,7 +225,7 @@ def test_busy_models_are_waited_for_and_cannot_starve_a_load(tight: Server) -> N
             wants_c = pool.submit(tight.chat, model="c")
             wait_state(tight, "unloading ready loading")
             more = [pool.submit(tight.chat, model="a") for _ in range(4)]
-            tight.wait_for(r"4 request\(s\) wait for a, which is unloading")  # it takes no new work
+            tight.wait_for(r"4 request\(s\) are waiting for a, which is unloading")  # it takes no new work
         assert wants_c.result().status == 200
         assert [one.result().status for one in more] == [200] * 4  # when it was back
     for stream in streams:
@@ -241,7 +241,7 @@ def test_waiting_for_room_has_an_end(folder: Path) -> None:
             eventually(partial(server.begins, {**LONG, "model": name}), f"{name} is busy")
         answer = server.chat(model="c")
         assert (answer.status, answer.json["error"]["code"]) == (429, "server_overloaded")
-        assert "c is loading: the limit of 3 s is over" in answer.json["error"]["message"]
+        assert "c is loading: the request waited 3 s, which is the limit" in answer.json["error"]["message"]
         assert int(answer.headers["retry-after"]) >= 1
         wait_state(server, "ready ready unloaded")  # who was to go may stay: nobody waits any more
         eventually(lambda: server.chat(model="a").status == 200, "a serves")
@@ -296,7 +296,7 @@ models:
         assert (names["uno"]["root"], names["uno"]["alias_of"], names["uno"]["max_model_len"]) == ("a", "first", 512)
         assert names["b"]["is_pinned"] is True
         assert names["c"]["num_bytes"] == size_of(folder / "c")  # its weights, whatever its KV will be
-        server.wait_for("b takes 608 tokens of context instead of 4,096: its KV cache has no room for more")
+        server.wait_for("b has a context of 608 tokens instead of 4,096: its KV cache has no room for more")
         loaded = quire("load", "b", "--server", server.url).stdout
         assert loaded == "b is ready, pinned, with 608 tokens of context instead of 4,096: its KV cache has no room\n"
         assert re.search(r"c +unloaded +weights [\d.]+ [KM]i?B ", quire("ps", "--server", server.url).stdout)
@@ -314,7 +314,7 @@ models:
     [
         ("[{name: x}]", "models[0].model is missing"),
         ("[{model: ''}]", "models[0].model = '' is no name"),
-        ("[{model: A, aliases: ['']}]", "models[0].name or aliases = ('A', '') has an entry that is no name"),
+        ("[{model: A, aliases: ['']}]", "models[0].name or aliases = ('A', '') has an entry that is not a name"),
         ("[{model: A, num_block: 3}]", "models[0].num_block: there is no such field"),
         ("[{model: A}, {model: B, num_blocks: many}]", "models[1].num_blocks = 'many' is not a whole number"),
         ("[{model: A, kv_memory: lots}]", "models[0].kv_memory = 'lots' is not a size"),
@@ -382,7 +382,7 @@ def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path, tmp_path: P
         answer = server.chat(model="secretfolder")
         assert answer.status == 503
         assert answer.json["error"]["message"] == (
-            "secretfolder could not be loaded (ModelFileError); the server's log says why"
+            "secretfolder could not be loaded (ModelFileError); see the server log"
         )
         assert "retry-after" not in answer.headers  # a file does not mend itself
         assert answer.headers["x-should-retry"] == "false"
@@ -403,7 +403,7 @@ def test_a_signal_drains_all(folder: Path) -> None:
         streams = [server.begin({**LONG, "model": name, "max_tokens": 100}) for name in "ab"]
         with paused(*workers(server)):  # both are under way when the signal comes
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for(r"finishing 2 request\(s\)")
+            server.wait_for(r"draining: 2 request\(s\)")
         for stream in streams:
             rest_of(stream)
         assert server.process.wait(HANG_S) == 0

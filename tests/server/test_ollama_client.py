@@ -221,7 +221,7 @@ def test_list_show_and_ps(client: Client) -> None:
 
 def test_load_and_unload(client: Client, admin: Client) -> None:
     assert client.generate(DEFAULT_MODEL).done_reason == "load"
-    with pytest.raises(ResponseError, match="not an admin's") as info:
+    with pytest.raises(ResponseError, match="not an admin key") as info:
         client.generate(DEFAULT_MODEL, keep_alive=0)
     assert info.value.status_code == 403
     assert admin.generate(DEFAULT_MODEL, keep_alive=0).done_reason == "unload"
@@ -275,7 +275,7 @@ def test_a_bad_request_names_the_field(client: Client) -> None:
 
 
 def test_keys(server: Server) -> None:
-    with connect(server, "wrong-0000-key") as stranger, pytest.raises(ResponseError, match="not known here") as info:
+    with connect(server, "wrong-0000-key") as stranger, pytest.raises(ResponseError, match="unknown") as info:
         stranger.chat(DEFAULT_MODEL, ASKED)
     assert info.value.status_code == 401
 

@@ -276,10 +276,10 @@ def test_a_model_is_found_with_the_default_tag_and_without() -> None:
 
 
 @dataclass
-class FakeWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
-    ask: InferenceRequest
+    request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     error: Exception | None = None
     cache: None = None
@@ -308,7 +308,7 @@ class FakeWork:
 
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 
@@ -329,7 +329,7 @@ def steps_of(text: str, size: int = 3, finish: FinishReason = FinishReason.STOP)
     return [[delta(piece)] for piece in pieces[:-1]] + [[delta(pieces[-1], finish=finish)]]
 
 
-def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
+def lines_of(work: FakeActiveRequest, make: Any = chat_answer, **more: Any) -> list[dict[str, Any]]:
     async def read() -> bytes:
         return b"".join([line async for line in Reply(cast(ActiveRequest, work), "m:latest", make, **more).lines()])
 
@@ -339,7 +339,7 @@ def lines_of(work: FakeWork, make: Any = chat_answer, **more: Any) -> list[dict[
 
 
 def test_a_stream_of_a_chat() -> None:
-    first, second, last = lines_of(FakeWork(chat_ask(), steps_of("Hello", 3)))
+    first, second, last = lines_of(FakeActiveRequest(chat_ask(), steps_of("Hello", 3)))
     assert [first["message"], second["message"]] == [{"role": "assistant", "content": text} for text in ("Hel", "lo")]
     assert [part["done"] for part in (first, second, last)] == [False, False, True]
     assert "done_reason" not in first
@@ -353,17 +353,17 @@ def test_a_stream_of_a_chat() -> None:
 
 
 def test_a_stream_of_a_generation_ends_with_its_context() -> None:
-    *parts, last = lines_of(FakeWork(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
+    *parts, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("<think>Hm.</think>Yes", 4)), generate_answer)
     assert "".join(part["response"] for part in parts) == "Yes"
     assert "".join(part.get("thinking", "") for part in parts) == "Hm."
     assert "context" not in last
-    *_, last = lines_of(FakeWork(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
+    *_, last = lines_of(FakeActiveRequest(generate_ask(), steps_of("Yes")), generate_answer, has_context=True)
     assert last["context"] == [5, 6, 7]
 
 
 def test_one_token_has_no_time_between_its_tokens() -> None:
     """Clients divide by it."""
-    *_, last = lines_of(FakeWork(chat_ask(), steps_of("Yes"), prefill_s=None, decode_s=0.0))
+    *_, last = lines_of(FakeActiveRequest(chat_ask(), steps_of("Yes"), prefill_s=None, decode_s=0.0))
     assert (last["eval_duration"], last["prompt_eval_duration"]) == (1, 1)
 
 
@@ -375,7 +375,7 @@ CALLS = (
 
 @pytest.mark.parametrize("size", [1, 2, 7, 30, 1000])
 def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
-    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(CALLS, size)))
+    *parts, last = lines_of(FakeActiveRequest(chat_ask(tools=[TOOL]), steps_of(CALLS, size)))
     calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == [
         {"index": 0, "name": "weather", "arguments": {"city": "Wien"}},
@@ -388,7 +388,7 @@ def test_calls_are_whole_with_arguments_as_objects(size: int) -> None:
 
 
 def whole(text: str, finish: FinishReason = FinishReason.STOP, **body: Any) -> Any:
-    work = FakeWork(chat_ask(stream=False, **body))
+    work = FakeActiveRequest(chat_ask(stream=False, **body))
     one = Completion(0, text, (1, 2), finish)
     return json.loads(msgspec.json.encode(Reply(cast(ActiveRequest, work), "m", chat_answer).whole(one)))
 
@@ -406,7 +406,7 @@ def test_half_a_call_is_none() -> None:
     answer = whole(cut, FinishReason.LENGTH, tools=[TOOL])
     assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == [{"city": "Wien"}]
     assert answer["done_reason"] == "length"
-    *parts, last = lines_of(FakeWork(chat_ask(tools=[TOOL]), steps_of(cut, 5, FinishReason.LENGTH)))
+    *parts, last = lines_of(FakeActiveRequest(chat_ask(tools=[TOOL]), steps_of(cut, 5, FinishReason.LENGTH)))
     assert sum(len(part["message"].get("tool_calls", ())) for part in parts) == 1
     assert last["done_reason"] == "length"
 
@@ -415,7 +415,7 @@ def test_logprobs_come_with_their_text() -> None:
     top = TokenLogprob(4, "yes", b"yes", -math.inf, 1)
     entry = TokenLogprob(3, "Yes", b"Yes", -0.5, 0, (top,))
     steps = [[delta("Yes", finish=FinishReason.STOP, logprobs=(entry,))]]
-    part, last = lines_of(FakeWork(chat_ask(), steps))
+    part, last = lines_of(FakeActiveRequest(chat_ask(), steps))
     (found,) = part["logprobs"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("Yes", -0.5, [89, 101, 115])
     assert found["top_logprobs"] == [{"token": "yes", "logprob": -9999.0, "bytes": [121, 101, 115]}]

@@ -742,7 +742,7 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
 
 
 def test_other_endpoints_are_said_to_be_missing(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="nothing at '/v1/embeddings'") as info:
+    with pytest.raises(openai.NotFoundError, match="no endpoint '/v1/embeddings'") as info:
         client.embeddings.create(model=DEFAULT_MODEL, input="Hi")
     assert info.value.code == "unknown_url"
 

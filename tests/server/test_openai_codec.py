@@ -1053,11 +1053,13 @@ def test_offsets_leave_out_what_a_tokenizer_adds() -> None:
 # With work
 
 
-class MadeUpWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
-    def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
-        self.ask = ask
+    def __init__(
+        self, request: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority
+    ) -> None:
+        self.request = request
         self.request_id = "req_1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -1079,7 +1081,7 @@ def test_events_of_a_work() -> None:
         return [data async for data in events(work, encoder)]
 
     batches = [[(0, delta())], [(0, delta("Hi"))], [(0, delta("!", FinishReason.STOP))]]
-    work = cast("ActiveRequest", MadeUpWork(chat(cache=True), batches, Priority.LOW))
+    work = cast("ActiveRequest", FakeActiveRequest(chat(cache=True), batches, Priority.LOW))
     pieces = asyncio.run(collect(work))
     assert len(pieces) == 3  # the first batch had nothing to say; one write for each of the others, and the end
     chunks = judged(b"".join(pieces))
@@ -1087,7 +1089,7 @@ def test_events_of_a_work() -> None:
     assert chunks[0]["id"] == "chatcmpl-req_1"
     assert chunks[0]["service_tier"] == "flex"
     assert chunks[-2]["cache"]["prompt_tokens"] == 10
-    assert cache_view(cast("ActiveRequest", MadeUpWork(chat(), [], Priority.HIGH))) is None
+    assert cache_view(cast("ActiveRequest", FakeActiveRequest(chat(), [], Priority.HIGH))) is None
 
 
 def test_the_fingerprint_is_of_the_model() -> None:

@@ -432,13 +432,13 @@ class Script:
         return self._meanings.get("end", [])
 
 
-class MadeUpWork:
-    """What a codec reads of a Work."""
+class FakeActiveRequest:
+    """The parts of an `ActiveRequest` that a codec reads."""
 
     def __init__(
-        self, ask: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
+        self, request: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
     ) -> None:
-        self.ask = ask
+        self.request = request
         self.request_id = "r1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -467,7 +467,7 @@ class MadeUpWork:
     def close(self, error: Exception | None = None) -> None:
         self.closed.append(error)
 
-    async def __aenter__(self) -> MadeUpWork:
+    async def __aenter__(self) -> FakeActiveRequest:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -485,7 +485,7 @@ def made_up(
     deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]] | None, body: ResponsesRequest
 ) -> ActiveRequest:
     ask = parse_responses(msgspec.structs.replace(body, tools=None, tool_choice=None))
-    return cast("ActiveRequest", MadeUpWork(ask, deltas, meanings or {}))
+    return cast("ActiveRequest", FakeActiveRequest(ask, deltas, meanings or {}))
 
 
 def stream(
@@ -705,7 +705,7 @@ def test_what_was_asked_is_repeated() -> None:
     [
         (RequestFailed("the answer could not be read: ..."), "server_error", "the answer could not be read"),
         (ApiError(Kind.RATE_LIMITED, "too much"), "rate_limit_exceeded", "too much"),
-        (ValueError("a path"), "server_error", "the server failed at this request; its log has more under r1"),
+        (ValueError("a path"), "server_error", "the server could not process this request; see r1 in the server log"),
         (delta("", FinishReason.ERROR), "server_error", "it broke"),
     ],
     ids=str,
@@ -722,7 +722,7 @@ def test_a_failure_is_written_down_before_it_is_told() -> None:
         work = made_up([delta("Hi"), failure], None, body)
         async for _ in Reply(work, body).events():
             pass
-        return cast("MadeUpWork", work).closed
+        return cast("FakeActiveRequest", work).closed
 
     failure = RequestFailed("x")
     assert asyncio.run(run(failure)) == [failure]

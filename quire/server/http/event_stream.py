@@ -114,5 +114,5 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return from_quire(error)
         case _:
             log.error("%s: a stream failed", request_id, exc_info=error)
-            text = f"the server failed at this request; its log has more under {request_id}"
+            text = f"the server could not process this request; see {request_id} in the server log"
             return ApiError(Kind.FAILED, text, reason="internal")

@@ -106,7 +106,7 @@ async def _move(context: RequestContext, body: OllamaBody, model: Model, make: M
         if not context.key.is_admin:
             text = "keep_alive = 0 without a prompt unloads the model for everyone"
             raise ApiError(
-                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin's", param="keep_alive"
+                Kind.PERMISSION, f"{text}: the key {context.key.name!r} is not an admin key", param="keep_alive"
             )
         if model.is_pinned:
             raise InvalidRequest(f"model = {model.name!r} is pinned: unpin it first")
