@@ -259,7 +259,7 @@ def test_one_key_leaves_places_for_others(locked: Server) -> None:
         refused = locked.get("/v1/watch", headers={"authorization": f"Bearer {ALICE}"})
         assert (refused.status, refused.json["error"]["message"]) == (
             429,
-            f"{MAX_WATCHERS_A_KEY} watchers of the key 'key-1' are here already, which is the limit",
+            f"{MAX_WATCHERS_A_KEY} watchers of the key 'key-1' are already connected, which is the limit",
         )
         assert snapshot(locked, BOB).key == "key-2"
         assert snapshot(locked, ROOT).is_admin

@@ -1,7 +1,7 @@
-"""`/v1/watch`: everything at a glance, some times a second, for the page, `quire top` and scripts.
+"""Collects the snapshots of `/v1/watch` for the page, `quire top` and scripts.
 
-One clock looks for all who watch, and only while somebody does. Nothing is kept for a slow watcher: whoever is ready
-for the next snapshot gets the newest there is, so that a reader who falls behind sees fewer, and never old ones.
+One task collects for all watchers, and runs only while there are watchers. Snapshots are not queued: a watcher always
+gets the newest one, so a slow reader gets fewer snapshots and never old ones.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from quire.server.observability.snapshot import (
 )
 
 MAX_WATCHERS = 16
-MAX_WATCHERS_A_KEY = 8  # that is no admin's: whoever does not read keeps a place, and must not keep them all
+MAX_WATCHERS_A_KEY = 8  # of a key that is not an admin key: watchers that do not read must not fill all places
 MAX_CELLS = 2000  # of a map: more than a screen shows
-WAIT_S = 0.1  # for a worker's answer; one in the middle of a long step answers later, for a later snapshot
+WAIT_S = 0.1  # for a worker's answer; during a long step it answers later, for a later snapshot
 ONCE_WAIT_S = 2.0
-MAX_ASKS = 256  # for a map that is not whole yet: a worker looks at a bounded number of blocks each time
+MAX_ASKS = 256  # for a complete map: a worker visits a bounded number of blocks per answer
 
 log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Belongs to one event loop."""
+    """Collects snapshots at the shortest interval of its watchers. Belongs to one event loop."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._watchers: set[Watcher] = set()
         self._reports: dict[str, ModelReport] = {}
         self._clock: asyncio.Task[None] | None = None
-        self._ticked = asyncio.Event()  # a new one for each tick
+        self._ticked = asyncio.Event()  # replaced at each tick
         self._builders: list[SnapshotBuilder] = []
-        self._views: dict[str, bytes] = {}  # by the name of the key: made once a tick, whoever asks
-        self._at_s = 0.0  # when the last tick was
-        self._took_s = 0.0  # from the one before to it
-        self.tick = 0  # their number; 0: none since somebody began to watch
+        self._views: dict[str, bytes] = {}  # by key name, made once per tick
+        self._at_s = 0.0  # time of the last tick
+        self._took_s = 0.0  # time between the last two ticks
+        self.tick = 0  # number of ticks since the first watcher entered
 
     def enter(self, interval_s: float, key: Key) -> Watcher:
         if (num_all := len(self._watchers)) >= MAX_WATCHERS:
@@ -74,13 +74,13 @@ class Watch:
             self._reports = {}
 
     async def after(self, tick: int) -> int:
-        """Wait for a tick later than that one, and say which it is."""
+        """Wait for a later tick and return its number."""
         while self.tick <= tick:
             await self._ticked.wait()
         return self.tick
 
     def view(self, key: Key) -> bytes:
-        """The last tick, as this key may see it."""
+        """The last snapshot as this key may see it, as JSON."""
         if key.name not in self._views:
             snapshot = WatchSnapshot(
                 at=round(time.time(), 3),
@@ -103,7 +103,7 @@ class Watch:
             try:
                 await self._collect()
             except Exception:
-                log.exception("a snapshot failed")
+                log.exception("collecting a snapshot failed")
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()
             interval_s = min((watcher.interval_s for watcher in self._watchers), default=1.0)
@@ -127,17 +127,17 @@ class Watch:
 
     @property
     def has_reports(self) -> bool:
-        """Every worker that serves has answered at least once, with a map of all its blocks."""
+        """Whether every running worker has reported at least once, with a complete block map."""
         return all(report.has_report for report in self._reports.values())
 
 
-def _too_many(who: str) -> ApiError:
-    text = f"{who} are here already, which is the limit"
+def _too_many(watchers: str) -> ApiError:
+    text = f"{watchers} are already connected, which is the limit"
     return ApiError(Kind.RATE_LIMITED, text, retry_after_s=5.0, reason="watchers")
 
 
 class Watcher:
-    """Someone who watches, until they leave."""
+    """One client of `/v1/watch`, until `leave`."""
 
     def __init__(self, watch: Watch, interval_s: float, key_name: str) -> None:
         self._watch = watch
@@ -147,16 +147,16 @@ class Watcher:
         self._due_s = 0.0
 
     async def next(self, key: Key) -> bytes:
-        """The newest snapshot, once an interval has passed since the last and there is one they have not seen."""
+        """Wait until an interval has passed and there is a new snapshot, and return it."""
         await asyncio.sleep(max(self._due_s - time.monotonic(), 0.0))
         self._last_tick = await self._watch.after(self._last_tick)
         now_s = time.monotonic()
-        # A tick that comes a little late must not cost every second one.
+        # A tick that is slightly late must not make the watcher skip every second tick.
         self._due_s = max(self._due_s, now_s - self.interval_s / 2) + 0.9 * self.interval_s
         return self._watch.view(key)
 
     async def once(self, key: Key) -> bytes:
-        """A snapshot with rates in it, which takes two ticks."""
+        """Return one snapshot with rates, which needs two ticks."""
         until_s = time.monotonic() + ONCE_WAIT_S + self.interval_s
         await self._watch.after(1)
         while not self._watch.has_reports and time.monotonic() < until_s:
@@ -168,16 +168,16 @@ class Watcher:
 
 
 class ModelReport:
-    """What one model last said of itself, and how fast it moved since the time before."""
+    """The last report of one model's worker, and the rates since the previous tick."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
-        self._is_whole = False  # there has been a map of all blocks
+        self._is_whole = False  # a complete block map was received
         self._answered_s = 0.0
-        self._service: ModelService | None = None  # that all this is of
+        self._service: ModelService | None = None  # the service that all this belongs to
         self._at_s = 0.0
         self._totals = (0, 0)
         self._completions: dict[ActiveRequest, int] = {}
@@ -188,7 +188,7 @@ class ModelReport:
         return service is None or service.client.facts is None or self._is_whole
 
     def request(self) -> asyncio.Task[None] | None:
-        """Ask the worker, unless it still owes an answer. None: there is none to ask."""
+        """Ask the worker for a report, unless an answer is pending. None: there is no worker."""
         service = self._model.service
         if service is not self._service:
             self.close()
@@ -202,7 +202,7 @@ class ModelReport:
         return self._asking
 
     async def _ask(self, service: ModelService) -> None:
-        with suppress(QuireError):  # it has just died: what it said last stands until another is there
+        with suppress(QuireError):  # it has just died: its last report is kept until another worker runs
             for _ in range(MAX_ASKS):
                 stats, blocks = await asyncio.gather(service.client.stats(), service.client.blocks(MAX_CELLS))
                 self._take(stats, blocks)
@@ -210,8 +210,8 @@ class ModelReport:
                     return
 
     def _take(self, stats: Stats | None, blocks: Blocks | None) -> None:
-        """A worker that computes answers once a step, and a first map takes many answers: until it is whole, what there
-        is of it is shown. Later ones are shown whole."""
+        """Store a report. A busy worker answers once per step, and the first block map takes many answers: it is shown
+        while it is incomplete. Later maps are shown only when complete."""
         if stats is None or blocks is None:
             return
         self._stats, self._answered_s = stats, time.monotonic()
@@ -223,7 +223,7 @@ class ModelReport:
         self._is_whole = False
 
     def builder(self, now_s: float) -> SnapshotBuilder:
-        """For the tick of now. Rates are those since the one before."""
+        """Return the data for the current tick. Rates are those since the previous tick."""
         service = self._service
         active_requests = () if service is None else tuple(service.active_requests)
         totals = (0, 0)
