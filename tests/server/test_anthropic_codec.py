@@ -834,4 +834,4 @@ def test_schemas_can_be_made_of_all_bodies_and_answers() -> None:
     ]  # fmt: skip
     _, components = msgspec.json.schema_components(kinds)
     assert components["MessagesRequest"]["required"] == ["model", "messages", "max_tokens"]
-    assert "called by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]
+    assert "run by the client" in components["MessagesRequest"]["properties"]["mcp_servers"]["description"]

@@ -199,14 +199,14 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": IMAGES}, r"messages\[0\].images is not supported: images cannot be read here"),
+        ({"messages": IMAGES}, r"messages\[0\].images is not supported: only text input"),
         (
             {"messages": [{"role": "judge", "content": "Hi"}]},
             r"\[0\].role = 'judge' is not one of system, user",
         ),
         ({"messages": [{"role": "user", "tool_calls": [called("a")]}]}, r"messages\[0\].tool_calls is only for"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [called("a b")]}]}, r"\[0\].function.name = 'a b'"),
-        ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: there is no such sampler"),
+        ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: quire does not have this sampler"),
         ({"options": {"typical_p": 0.5}}, r"options.typical_p = 0.5 is not supported"),
         ({"options": {"temperature": -1}}, r"options.temperature = -1.0"),
         ({"options": {"repeat_penalty": 0}}, r"options.repeat_penalty = 0.0"),

@@ -195,7 +195,7 @@ def to_inference_request(body: ExplainRequest) -> InferenceRequest:
     elif body.prompt is not None:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     else:
-        raise InvalidRequest("prompt or messages is missing")
+        raise InvalidRequest("prompt is missing: send prompt or messages")
     return InferenceRequest(body.model, (prompt,), GenerationParams(max_tokens=1), cache_salt=body.cache_salt or "")
 
 

@@ -15,7 +15,7 @@ from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
-from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
+from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
     ROLES,
     Block,
@@ -27,6 +27,7 @@ from quire.server.protocols.anthropic.types import (
     ToolParam,
 )
 from quire.server.protocols.structured_output import shape_error, with_unenforced
+from quire.server.protocols.support import unsupported
 from quire.text.grammar import Grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolMode, check_call

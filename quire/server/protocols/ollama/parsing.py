@@ -14,7 +14,7 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest, Prompt, priority_of
-from quire.server.protocols.ollama.support import IGNORED_OPTIONS, refuse_unsupported
+from quire.server.protocols.ollama.support import IGNORED_OPTIONS, UNSUPPORTED
 from quire.server.protocols.ollama.types import (
     THINK_LEVELS,
     OllamaBody,
@@ -27,6 +27,7 @@ from quire.server.protocols.ollama.types import (
 )
 from quire.server.protocols.openai.parsing import protocol_field_names
 from quire.server.protocols.structured_output import shape_error, with_unenforced
+from quire.server.protocols.support import refuse_unsupported
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages
 from quire.text.tools import MAX_TOOLS, Tool, ToolCall, check_call
@@ -83,7 +84,7 @@ def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
 
 def parse_generate(body: OllamaGenerateRequest) -> InferenceRequest:
     """`context` is left to the handler: the prompt behind it has to be tokenised first."""
-    refuse_unsupported(body)
+    _refuse_unsupported(body)
     prompt = body.prompt or ""
     if body.raw:
         if body.system or body.context:
@@ -129,7 +130,7 @@ def keep_alive_s(value: str | float | None) -> float | None:
 
 def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
     options = body.options or OllamaOptions()
-    refuse_unsupported(options, "options.")
+    _refuse_unsupported(options, "options.")
     keep_alive_s(body.keep_alive)  # checked, though only an empty prompt uses it
     with protocol_field_names(NAMES):
         request = InferenceRequest(
@@ -143,6 +144,10 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
             ignored=tuple(_ignored(body, options)),
         )
         return with_unenforced(request, shape_field(body))
+
+
+def _refuse_unsupported(part: object, prefix: str = "") -> None:
+    refuse_unsupported(part, UNSUPPORTED, prefix, shown=(int, float))
 
 
 def _ignored(body: OllamaBody, options: OllamaOptions) -> list[str]:
@@ -274,7 +279,7 @@ def parse_messages(given: Sequence[OllamaMessage]) -> tuple[Message, ...]:
 
 
 def _message(given: OllamaMessage, path: str, calls: _OpenCalls) -> Message:
-    refuse_unsupported(given, f"{path}.")
+    _refuse_unsupported(given, f"{path}.")
     name = given.role.lower()
     if name not in list(Role):
         raise InvalidRequest(f"{path}.role = {given.role!r:.80} is not one of {', '.join(Role)}")

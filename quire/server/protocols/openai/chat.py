@@ -37,7 +37,7 @@ from quire.server.protocols.openai.parsing import (
     says_usage_always,
     ttl_s,
 )
-from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.openai.tools import parse_calls, parse_tools, shape_field
 from quire.server.protocols.openai.types import (
     AnswerHead,
@@ -58,6 +58,7 @@ from quire.server.protocols.openai.types import (
     TopLogprob,
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.answers import AnswerParser, CallArguments, CallStart, Piece, PlainAnswer, Thought, Words
 from quire.text.messages import ChatRequest, Message, Part, Role, check_messages, check_parts
 
@@ -109,7 +110,7 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
 
 def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    refuse_unsupported(body)
+    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
     with protocol_field_names(_names(body)):
         chat, ignored = conversation_of(body)
@@ -174,7 +175,7 @@ def _breakpoints(body: ChatCompletionRequest) -> tuple[Breakpoint, ...]:
 def _message(given: ChatMessage, path: str) -> Message:
     for field in ("function_call", "audio"):
         if getattr(given, field) is not None:
-            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].say(f"{path}.{field}"))
+            raise unsupported(f"{path}.{field}", UNSUPPORTED[field].message(f"{path}.{field}"))
     if given.role == "function":
         text = f"{path}.role = 'function' is not supported: it is the older form of tool"
         raise unsupported(f"{path}.role", text, is_value=True)

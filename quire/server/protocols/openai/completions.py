@@ -35,7 +35,7 @@ from quire.server.protocols.openai.parsing import (
     protocol_field_names,
     says_usage_always,
 )
-from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.openai.tools import shape_field
 from quire.server.protocols.openai.types import (
     DEFAULT_COMPLETION_TOKENS,
@@ -46,6 +46,7 @@ from quire.server.protocols.openai.types import (
     CompletionRequest,
 )
 from quire.server.protocols.structured_output import answer_in_shape, with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.detokenize import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -92,7 +93,7 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
 
 def parse_completion(body: CompletionRequest) -> InferenceRequest:
     """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    refuse_unsupported(body)
+    refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     if body.best_of not in (None, 1, body.n or 1):
         raise unsupported(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quire.server.protocols.openai.support import Unsupported
+from quire.server.protocols.support import Unsupported, describe_accepted, describe_refused
 
 _SAMPLERS = "the samplers are temperature, top_k, top_p, min_p, penalties and logit_bias"
 _THOUGHTS = "thoughts are told apart, in reasoning_content, as they come"
@@ -106,8 +106,8 @@ ACCEPTED = {
 }
 
 
-def _field(name: str, description: str) -> tuple[str, Any, None]:
-    return name, Annotated[Any, Meta(description=description)], None
+def _field(name: str, description: Meta) -> tuple[str, Any, None]:
+    return name, Annotated[Any, description], None
 
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ else:
     OtherServersFields = msgspec.defstruct(
         "OtherServersFields",
         [
-            *(_field(name, f"Not supported: {row.why}.") for name, row in REFUSED.items()),
-            *(_field(name, f"Accepted, without effect: {why}.") for name, why in ACCEPTED.items()),
+            *(_field(name, describe_refused(row)) for name, row in REFUSED.items()),
+            *(_field(name, describe_accepted(why)) for name, why in ACCEPTED.items()),
         ],
         kw_only=True,
         module=__name__,

@@ -12,9 +12,9 @@ from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest
 from quire.server.inference_request import MAX_BREAKPOINTS, Breakpoint, InferenceRequest, Prompt, priority_of
 from quire.server.protocols.openai import other_servers
-from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape
 from quire.server.protocols.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
+from quire.server.protocols.support import refuse_unsupported
 
 T = TypeVar("T")
 

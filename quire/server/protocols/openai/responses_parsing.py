@@ -22,10 +22,11 @@ from quire.server.protocols.openai.responses_types import (
     InputPart,
     ResponsesRequest,
 )
-from quire.server.protocols.openai.support import refuse_unsupported, unsupported
+from quire.server.protocols.openai.support import UNSUPPORTED as OPENAI_UNSUPPORTED
 from quire.server.protocols.openai.tools import make_grammar, unknown_format
 from quire.server.protocols.openai.tools import shape_field as body_shape_field
 from quire.server.protocols.structured_output import with_unenforced
+from quire.server.protocols.support import refuse_unsupported, unsupported
 from quire.text.grammar import Grammar, json_object_grammar, json_schema_grammar
 from quire.text.messages import MAX_MESSAGES, ChatRequest, Message, Part, Role, check_parts
 from quire.text.tokenizer import check_text
@@ -44,11 +45,8 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def parse_responses(body: ResponsesRequest) -> InferenceRequest:
     """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
-    for name, row in UNSUPPORTED.items():
-        value = getattr(body, name)
-        if value is not None and value not in row.harmless:
-            raise unsupported(name, row.say(name))
-    refuse_unsupported(body)
+    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body, OPENAI_UNSUPPORTED)
     with protocol_field_names(names_of(body)):
         conversation = _Conversation(cache_ttl_s(body))
         conversation.add_all(body)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest
 from quire.server.protocols.openai.responses_types import FunctionTool, ResponsesRequest, ToolChoiceBody, ToolParam
-from quire.server.protocols.openai.support import unsupported
 from quire.server.protocols.openai.tools import forced_tool
+from quire.server.protocols.support import unsupported
 from quire.text.tools import MAX_TOOLS, Tool, ToolChoice, ToolMode
 
 INPUT = "input"  # the argument that is a custom tool's text

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.server.protocols.cache_explanation import CacheView
-from quire.server.protocols.openai.support import Unsupported
 from quire.server.protocols.openai.types import (
     Alternatives,
     ChatTokenLogprob,
@@ -17,6 +16,7 @@ from quire.server.protocols.openai.types import (
     PromptCacheBreakpoint,
     TokenCount,
 )
+from quire.server.protocols.support import Unsupported, describe_accepted, describe_refused
 from quire.text.messages import MAX_MESSAGES
 from quire.text.tools import MAX_TOOLS
 
@@ -44,11 +44,11 @@ LOGPROBS = "message.output_text.logprobs"  # of include; the others are of tools
 
 
 def _refused(field: str) -> Meta:
-    return Meta(description=f"Not supported: {UNSUPPORTED[field].why}.")
+    return describe_refused(UNSUPPORTED[field])
 
 
 def _accepted(field: str) -> Meta:
-    return Meta(description=f"Accepted, without effect: {ACCEPTED[field]}.")
+    return describe_accepted(ACCEPTED[field])
 
 
 def _within(**schema: Any) -> Meta:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.server.protocols.openai.support import unsupported
 from quire.server.protocols.openai.types import (
     ChatCompletionRequest,
     GenerationBody,
@@ -19,6 +18,7 @@ from quire.server.protocols.openai.types import (
     ToolDefinition,
 )
 from quire.server.protocols.structured_output import shape_error
+from quire.server.protocols.support import unsupported
 from quire.text.gbnf import gbnf_to_lark, written_grammar
 from quire.text.grammar import (
     Grammar,
