@@ -234,7 +234,7 @@ def test_pull(client: Client, admin: Client) -> None:
     assert admin.pull(DEFAULT_MODEL).status == "success"
     parts = [part.status for part in admin.pull("smollm2", stream=True)]  # known by that name, and here already
     assert (parts[0], parts[-1]) == ("pulling manifest", "success")
-    with pytest.raises(ResponseError, match="neither a name that quire knows") as info:
+    with pytest.raises(ResponseError, match="neither a known model name") as info:
         admin.pull("llama3.2")
     assert info.value.status_code == 404
     with pytest.raises(ResponseError) as info:

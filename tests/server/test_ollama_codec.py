@@ -121,7 +121,7 @@ def test_an_assistant_at_the_end_is_continued() -> None:
     chat = chat_of(chat_ask(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}]))
     assert (chat.continue_last, chat.add_generation_prompt) == (True, False)
     call = {"function": {"name": "weather", "arguments": {}}}
-    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls is the last"):
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls has no result"):
         chat_ask(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
 
 
@@ -555,7 +555,7 @@ def test_pull(server: Server) -> None:
     for name in ("nothing", "/etc/passwd", "../tiny", "a/b/c", "./tiny.gguf", "a/../b"):
         answer = server.post("/api/pull", {"model": name}, headers=AS_ADMIN)
         assert answer.status == 404, answer
-        assert "is neither a name that quire knows nor org/name of the hub" in answer.json["error"]
+        assert "is neither a known model name nor an org/name of the hub" in answer.json["error"]
 
 
 def test_a_missing_key_is_told_in_ollamas_words(server: Server) -> None:

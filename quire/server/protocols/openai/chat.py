@@ -18,7 +18,6 @@ from quire.server.inference_request import Breakpoint, InferenceRequest
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
-    bill,
     cache_view,
     events,
     finish_reason,
@@ -26,15 +25,16 @@ from quire.server.protocols.openai.encoding import (
     head_of,
     stop_reason,
     token_text,
+    usage_body,
 )
 from quire.server.protocols.openai.parsing import (
     NAMES,
-    ask_of,
     cache_ttl_s,
+    has_continuous_usage,
     includes_usage,
+    make_request,
     params_of,
     protocol_field_names,
-    says_usage_always,
     ttl_s,
 )
 from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED
@@ -93,7 +93,7 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
             head,
             request,
             include_usage=includes_usage(body),
-            has_running_usage=says_usage_always(body),
+            has_running_usage=has_continuous_usage(body),
             new_parser=active.new_parser,
         )
         return await context.stream(active, events(active, encoder))
@@ -116,7 +116,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         chat, ignored = conversation_of(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
-        request = ask_of(body, (chat,), params, _breakpoints(body))
+        request = make_request(body, (chat,), params, _breakpoints(body))
         request = replace(
             request, ignored=(*request.ignored, *ignored), switches_thinking=body.enable_thinking is not None
         )
@@ -295,7 +295,7 @@ def whole_chat(
     return ChatCompletion(
         **msgspec.structs.asdict(head),
         choices=choices,
-        usage=bill(usage, num_thought_tokens),
+        usage=usage_body(usage, num_thought_tokens),
         cache=UNSET if cache is None else cache,
     )
 

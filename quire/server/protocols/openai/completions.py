@@ -18,7 +18,6 @@ from quire.server.inference_request import MAX_PROMPTS, InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.encoding import (
     StreamEncoder,
-    bill,
     cache_view,
     events,
     finish_reason,
@@ -26,14 +25,15 @@ from quire.server.protocols.openai.encoding import (
     head_of,
     stop_reason,
     token_text,
+    usage_body,
 )
 from quire.server.protocols.openai.parsing import (
     NAMES,
-    ask_of,
+    has_continuous_usage,
     includes_usage,
+    make_request,
     params_of,
     protocol_field_names,
-    says_usage_always,
 )
 from quire.server.protocols.openai.support import COMPLETION_UNSUPPORTED, UNSUPPORTED
 from quire.server.protocols.openai.tools import shape_field
@@ -74,7 +74,7 @@ async def _respond(context: RequestContext, body: CompletionRequest, request: In
             request,
             echoes,
             include_usage=includes_usage(body),
-            has_running_usage=says_usage_always(body),
+            has_running_usage=has_continuous_usage(body),
             has_ids=bool(body.return_token_ids),
         )
         return await context.stream(active, events(active, encoder))
@@ -114,7 +114,7 @@ def parse_completion(body: CompletionRequest) -> InferenceRequest:
             prompt_logprobs=body.logprobs if scores_prompt else None,
             may_be_empty=True,
         )
-        return with_unenforced(ask_of(body, prompts, params), shape_field(body))
+        return with_unenforced(make_request(body, prompts, params), shape_field(body))
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
@@ -244,7 +244,10 @@ def whole_completion(
             text = echo.text + one.text
             choices.append(CompletionChoice(len(choices), text, logprobs, reason, stop_reason(one.stop)))
     return Completion(
-        **msgspec.structs.asdict(head), choices=choices, usage=bill(usage), cache=UNSET if cache is None else cache
+        **msgspec.structs.asdict(head),
+        choices=choices,
+        usage=usage_body(usage),
+        cache=UNSET if cache is None else cache,
     )
 
 

@@ -109,7 +109,7 @@ class StreamEncoder:
             running = _running(usage, usage.completion_tokens) if self._has_running_usage else None
             events.append(self._event([self._held], running, None if self._include_usage else cache))
         if self._include_usage:
-            events.append(self._event([], bill(usage, num_thought_tokens), cache))
+            events.append(self._event([], usage_body(usage, num_thought_tokens), cache))
         return b"".join((*events, DONE))
 
     def _frame(self, choice: Struct) -> bytes:
@@ -155,7 +155,7 @@ def fingerprint(model: str) -> str:
     return "fp_" + hashlib.sha256(f"quire {__version__} {model}".encode()).hexdigest()[:12]
 
 
-def bill(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
+def usage_body(usage: Usage, num_thought_tokens: int = 0) -> CompletionUsage:
     return CompletionUsage(
         usage.prompt_tokens,
         usage.completion_tokens,

@@ -86,7 +86,7 @@ def params_of(
         )
 
 
-def ask_of(
+def make_request(
     body: GenerationBody,
     prompts: tuple[Prompt, ...],
     params: GenerationParams,
@@ -124,7 +124,7 @@ def ttl_s(field: str, value: str | None, default_s: float) -> float:
     return _choose(field, value, TTLS_S, default_s)
 
 
-def says_usage_always(body: GenerationBody) -> bool:
+def has_continuous_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and _or(body.stream_options.continuous_usage_stats, False)
 
 

@@ -12,7 +12,14 @@ import msgspec
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, params_of, protocol_field_names, ttl_s
+from quire.server.protocols.openai.parsing import (
+    NAMES,
+    cache_ttl_s,
+    make_request,
+    params_of,
+    protocol_field_names,
+    ttl_s,
+)
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
     ITEMS,
@@ -67,7 +74,7 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             if (other := body_shape_field(body)) is not None:
                 raise InvalidRequest(f"{other} and text.format exclude each other")
             params = replace(params, grammar=make_grammar(*shape))
-        request = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
+        request = make_request(body, (chat,), params, tuple(conversation.breakpoints))
         ignored = (*request.ignored, *ignored)
         thinking = body.enable_thinking is not None
         request = replace(request, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)

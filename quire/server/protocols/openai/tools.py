@@ -145,7 +145,7 @@ def _shapes(body: GenerationBody) -> Iterable[_Make]:
     if body.structured_outputs is not None:
         yield from _structured("structured_outputs.", body.structured_outputs)
     yield from _structured("guided_", _guided(body))
-    yield from _elsewhere(body)
+    yield from _other_fields(body)
 
 
 def _guided(body: GenerationBody) -> StructuredOutputs:
@@ -159,7 +159,7 @@ def _guided(body: GenerationBody) -> StructuredOutputs:
     )
 
 
-def _elsewhere(body: GenerationBody) -> Iterable[_Make]:
+def _other_fields(body: GenerationBody) -> Iterable[_Make]:
     """Fields of SGLang's, of llama.cpp's, and of vLLM's that stand beside the others."""
     if (schema := body.json_schema) is not None:
         yield "json_schema", lambda: json_schema_grammar(_schema(schema), strict=False)
