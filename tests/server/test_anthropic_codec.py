@@ -428,7 +428,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema"}}}, r"^output_config\.format\.schema is missing"),
         (
             {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
-            r"^messages\.1: tool_use is the last",
+            r"^messages\.1: tool_use has no result",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},

@@ -324,7 +324,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"instructions": "\ud800"}, "instructions has a lone surrogate", "instructions"),
     (
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        "input[0].type = 'item_reference' is not supported: nothing is stored",
+        "input[0].type = 'item_reference' is not supported: items are not stored",
         "input[0].type",
     ),
     ({"input": [{"type": "computer_call"}]}, "input[0].type = 'computer_call' is not supported", "input[0].type"),
@@ -395,7 +395,7 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        "tool_choice.tools is missing or names no tool",
+        "tool_choice.tools is missing or has no tool",
         "tool_choice.tools",
     ),
     ({"tools": [F] * 129}, "tools has 129 entries, more than 128", "tools"),

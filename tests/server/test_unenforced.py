@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_shape_is_a_whole_sentence(server: Server) -> None:
     told = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
     assert (answer.status, answer.json["error"]["message"]) == (400, told)
     answer = server.post(*chat(guided_json="{"))
-    told = "guided_json: it is neither a schema nor the JSON text of one"
+    told = "guided_json: this is neither a schema nor the JSON text of one"
     assert (answer.status, answer.json["error"]["message"]) == (400, told)
 
 

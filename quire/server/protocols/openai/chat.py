@@ -105,11 +105,11 @@ async def _respond(context: RequestContext, body: ChatCompletionRequest, request
     )
 
 
-# In
+# Parsing
 
 
 def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
-    """Pure. Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
+    """Pure. Raises ApiError for unsupported fields and InvalidRequest for invalid values."""
     refuse_unsupported(body, UNSUPPORTED)
     refuse_unsupported(body, CHAT_UNSUPPORTED)
     with protocol_field_names(_names(body)):
@@ -124,7 +124,7 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
 
 
 def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str, ...]]:
-    """And the tools that are left out of it."""
+    """Return the conversation, and the names of the tools that are left out of it."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     tools, choice, ignored = parse_tools(body)
@@ -213,25 +213,25 @@ def _part(part: ContentPart, path: str) -> Part:
         if part.type not in _OTHER_PARTS:
             raise InvalidRequest(f"{shown} is not one of text, refusal")
         what = _OTHER_PARTS[part.type]
-        raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read here", is_value=True)
+        raise unsupported(f"{path}.type", f"{shown} is not supported: {what} cannot be read", is_value=True)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise InvalidRequest(f"{path}.{part.type} is missing")
     return Part(text)
 
 
-# Out
+# Encoding
 
 NewParser = Callable[[], AnswerParser]
 
 
 class ChatChoices:
-    """First who speaks, then what, then why it ended: a chunk each."""
+    """Chunks of chat choices: first the role, then the content, then the finish reason."""
 
     def __init__(self, new_parser: NewParser) -> None:
         self._new_parser = new_parser
         self._parsers: dict[int, AnswerParser] = {}
-        self._arguments: dict[int, str] = {}  # of the last call, for choices that called a tool
+        self._arguments: dict[int, str] = {}  # of the last tool call of each choice
 
     def begin(self, index: int) -> ChatChunkChoice:
         self._parsers[index] = self._new_parser()
@@ -248,7 +248,7 @@ class ChatChoices:
             elif isinstance(piece, CallArguments):
                 self._arguments[index] += piece.text
         chunks = [ChatChunkChoice(index, _delta_of(piece)) for piece in pieces]
-        if delta.logprobs:  # of whatever the tokens became
+        if delta.logprobs:  # the tokens may have become text, reasoning or a call
             chunks = chunks or [ChatChunkChoice(index, ChatDelta(""))]
             chunks[0].logprobs = _chat_logprobs(delta.logprobs)
         return chunks
@@ -327,7 +327,7 @@ def _answer_message(pieces: Sequence[Piece]) -> ChatAnswerMessage:
 
 
 def _reason(finish_reason: str, last_arguments: str | None) -> str:
-    """An answer that was cut off says so, whatever it called; a stop string may cut it in the middle of a call."""
+    """tool_calls if the last call is complete; an answer that was cut off, also by a stop string, keeps its reason."""
     is_called = finish_reason == "stop" and last_arguments is not None and _is_json(last_arguments)
     return "tool_calls" if is_called else finish_reason
 
