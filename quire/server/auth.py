@@ -49,7 +49,8 @@ class Key:
         return self.tier if wish is None else max(self.ceiling, wish)
 
 
-# The key of every request to a server without keys. Such a server listens on this machine only.
+# The key of every request to a server without keys: an admin key. Such a server listens on this machine only, unless
+# --insecure is set.
 LOCAL = Key("local", ceiling=Priority.HIGH, is_admin=True)
 
 

@@ -34,14 +34,14 @@ _FIELD = re.compile(r"[a-z][a-z_]*(?:\[[^\]]{0,64}\]|\.[a-z_]+)*(?=[ :])")
 
 
 class Kind(Enum):
-    INVALID = auto()  # a field has a value that can never work
+    INVALID = auto()  # a field has an invalid value
     TOO_LONG = auto()  # more tokens than the context holds
     AUTHENTICATION = auto()
     PERMISSION = auto()
     NOT_FOUND = auto()  # no such path
     NO_MODEL = auto()  # no such model
     METHOD = auto()
-    TOO_LARGE = auto()  # more bytes than a body may have
+    TOO_LARGE = auto()  # the body has too many bytes
     TIMEOUT = auto()  # the client was too slow to send
     RATE_LIMITED = auto()  # this key has reached one of its limits
     OVERLOADED = auto()  # the queue is full, or the request waited too long

@@ -46,7 +46,7 @@ class ServiceLimits:
 
 
 class ModelService:
-    """Belongs to one event loop."""
+    """Runs the requests of one loaded model. Belongs to one event loop."""
 
     def __init__(
         self,

@@ -265,7 +265,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, signal.SIG_IGN)  # already stopping: further signals have no effect
 
     def stop(self) -> None:
-        """Start to stop; if already stopping, hurry."""
+        """Begin the shutdown; if it has begun, call `on_hurry`."""
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         else:

@@ -26,7 +26,7 @@ from quire.server.model_service import ModelService
 from quire.server.models import Model
 from quire.server.observability.activity import Ttft
 
-MAX_REQUESTS_SHOWN = 100  # a model
+MAX_REQUESTS_SHOWN = 100  # per model
 _NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))
 
 

@@ -19,7 +19,7 @@ class Unsupported(NamedTuple):
     """A row of a table of refused fields."""
 
     why: str
-    harmless: tuple[Any, ...] = ()  # values that request nothing; null never does
+    harmless: tuple[Any, ...] = ()  # values that request nothing, in addition to null
 
     def allows(self, value: Any) -> bool:
         """Whether the value requests nothing. A boolean never equals a number here."""
