@@ -1,6 +1,6 @@
-"""Hostile requests, by hand: what each is, and which field the refusal must name.
+"""Hand-written hostile requests, each with the field that the refusal must name.
 
-Bodies are made when they are asked for: some are megabytes.
+Bodies are made on demand: some are megabytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIB = 1 << 20
 PICKLE = b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."  # os.system("id")
 HI = {"role": "user", "content": "Hi"}
 
-# A body of each path that is fine as it is.
+# A valid body for each path.
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI], "max_tokens": 2},
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 2},
@@ -76,23 +76,23 @@ class Hostile:
     path: str
     make: Callable[[], bytes]
     names: str | None = None  # the field the message must name; None: the body as a whole
-    says: str = ""  # what else stands in the message
+    says: str = ""  # further text that the message must contain
     statuses: tuple[int, ...] = (400,)
 
 
 def field(path: str, name: str, value: object, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
-    """A good body with one field that is not."""
+    """A valid body with one bad field."""
     title = f"{path} {name}={label or repr(value)[:40]}"
     return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, says)
 
 
 def instead(path: str, label: str, body: object, names: str, statuses: tuple[int, ...] = (400,)) -> Hostile:
-    """Another body altogether."""
+    """A different body."""
     return Hostile(f"{path} {label}", path, lambda: json.dumps(body).encode(), names, statuses=statuses)
 
 
 def literal(path: str, name: str, value: str, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
-    """The same where the value is no JSON that Python would write."""
+    """Like `field`, with a value that Python's JSON encoder would not write."""
     rest = {key: kept for key, kept in GOOD[path].items() if key != name}
 
     def make() -> bytes:
@@ -164,7 +164,7 @@ _WHOLE = (
     ("arrays 10^6 deep, never closed", b"[" * 1_000_000),
 )  # fmt: skip
 
-# A good body but for what is deep inside a field
+# A valid body except for a value deep inside a field
 _DEEP = (
     (CHAT, "metadata"),
     (CHAT, "chat_template_kwargs"),
@@ -187,7 +187,7 @@ _DEEP = (
     (DETOKENIZE, "tokens"),
 )
 
-# Numbers that are none in JSON
+# Numbers that JSON does not have
 _NO_NUMBERS = (
     (CHAT, "temperature", "NaN"),
     (CHAT, "top_p", "Infinity"),
@@ -370,7 +370,7 @@ def _conversations() -> Iterator[Hostile]:
 
 
 def _items() -> Iterator[Hostile]:
-    """Of /v1/responses: what is no item, or one that nothing can be made of."""
+    """Invalid and unsupported items of /v1/responses."""
     for label, item in (
         ("unknown type", {"type": "hologram"}),
         ("type of 10^6 characters", {"type": "t" * 10**6}),
@@ -487,7 +487,7 @@ def _templates() -> Iterator[Hostile]:
 
 
 def _sizes() -> Iterator[Hostile]:
-    long = "context"  # in the message: that it is the context that does not hold it
+    long = "context"  # the message must name the context as the limit
     for path in (CHAT, MESSAGES):
         yield said(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
         yield said(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
@@ -516,7 +516,7 @@ def _sizes() -> Iterator[Hostile]:
         )
 
 
-# Each more than an event loop should make objects of
+# Each has more values than an event loop should decode
 _MANY_VALUES: dict[str, Callable[[], object]] = {
     "prompt": lambda: [5] * 10**6,
     "stop": lambda: ["a"] * 10**6,
@@ -584,14 +584,14 @@ def _ids() -> Iterator[Hostile]:
 
 
 def _wrong_types() -> Iterator[Hostile]:
-    """Every field of every body, with a value of a type it never has."""
+    """Every field of every body, with a value of a wrong type."""
     for path, struct in STRUCTS.items():
         for one in msgspec.structs.fields(struct):
             name = one.encode_name
             accepted = {*ACCEPTED, *other_servers.ACCEPTED, *(ACCEPTED_BY_RESPONSES if path == RESPONSES else ())}
             accepted.add("return_token_strs")
             if one.type is Any or name in accepted or (path == MESSAGES and name in ("metadata", "service_tier")):
-                continue  # takes anything, or refuses anything: both tested on their own
+                continue  # accepts or refuses every value: tested separately
             takes_object = name in (
                 "stream_options",
                 "prompt_cache_options",
@@ -632,7 +632,7 @@ def _models() -> Iterator[Hostile]:
 
 
 def _duplicates() -> Iterator[Hostile]:
-    """The last one counts, in the check as in the answer: a bad value cannot hide behind a good one."""
+    """Duplicate keys: the last one counts, in the check and in the use. A bad value cannot hide behind a good one."""
     yield literal(CHAT, "n", '1, "n": 1000000', "n", label="twice, the last bad")
     yield literal(MESSAGES, "max_tokens", '1, "max_tokens": -1', "max_tokens", label="twice, the last bad")
 
@@ -664,7 +664,7 @@ def corpus() -> tuple[Hostile, ...]:
 
 # Odd values of numbers
 
-NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, as far as they are whole
+NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bounds, if they are integers
     CHAT: {
         "n": (1, 32),
         "max_tokens": (-1, 4096),
@@ -717,7 +717,7 @@ _ODD = (
 
 
 def numbers() -> Iterator[tuple[str, str, str]]:
-    """(path, field, value as it stands in the body)."""
+    """Yield (path, field, value as written in the body)."""
     for path, fields in NUMBERS.items():
         for name, (low, high) in fields.items():
             for value in (*_ODD, str(low), str(low - 1), str(high), str(high + 1)):
@@ -729,12 +729,12 @@ def body_with(path: str, name: str, value: str, more: Mapping[str, Any] | None =
     return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode()
 
 
-# Below HTTP, or beside it
+# Not valid HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes for a socket. The answer is one of the statuses; 0: the connection is closed without one."""
+    """Bytes for a socket. The response has one of the statuses; 0: the connection is closed without a response."""
 
     name: str
     make: Callable[[], bytes]
@@ -803,7 +803,7 @@ WIRE = (
     Wire("two hosts, the good one last", lambda: _get(b"host: evil.example\r\nhost: localhost\r\n"), (400, 403)),
 )  # fmt: skip
 
-# (method, path) -> what is there for someone on this machine without a key. Nothing here is served twice.
+# (method, path, allowed statuses) for a request of this machine without a key.
 PATHS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("GET", "//v1/models", (404,)),
     ("GET", "/v1//models", (404,)),

@@ -1,4 +1,4 @@
-"""Keys: from flags and files, found in constant time, refused clearly and without showing them."""
+"""API keys from flags and files: lookup, and refusals that do not show a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ keys:
 """
 
 
-def test_without_keys_everyone_is_local() -> None:
+def test_without_keys_every_request_has_the_local_key() -> None:
     assert KeyRing().find(None) is LOCAL
     assert not KeyRing()
 

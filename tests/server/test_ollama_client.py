@@ -1,4 +1,4 @@
-"""The official `ollama` client judges the server: against the real model, over a real socket."""
+"""Tests with the official `ollama` client, with the real model, over a real socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CITY = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
-TOO_MANY = 2000  # tokens nobody waits for: they are cut off
+TOO_MANY = 2000  # tokens: more than any test reads, so that the answer is cut off
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_chat_in_a_stream(client: Client) -> None:
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 8)
 
 
-def test_it_streams_where_nobody_says(server: Server) -> None:
+def test_streaming_is_the_default(server: Server) -> None:
     answer = server.post("/api/chat", {"model": DEFAULT_MODEL, "messages": ASKED, "options": GREEDY})
     parts = [ChatResponse(**json.loads(line)) for line in answer.body.splitlines()]
     assert "".join(part.message.content or "" for part in parts) == ANSWER
@@ -98,7 +98,7 @@ def test_generate(client: Client) -> None:
     assert (raw.response, raw.prompt_eval_count, raw.context) == (" Paris", 5, None)
 
 
-def test_async_clients_side_by_side(server: Server) -> None:
+def test_concurrent_async_clients(server: Server) -> None:
     async def ask() -> list[str]:
         async with AsyncClient(host=server.url, headers={"x-api-key": KEY}, timeout=HANG_S) as client:
 
@@ -154,7 +154,7 @@ def weather(city: str) -> str:
 
 
 def test_tools_and_their_results(client: Client) -> None:
-    """Whether it calls is the model's choice here: the protocol cannot ask for it. What comes must be whole."""
+    """The protocol cannot require a call, so the model may not call. A call must be complete."""
     asked: list[Any] = [{"role": "user", "content": "What is the weather in Vienna? Use the tool."}]
     options = GREEDY | {"num_predict": 60}
     answer = client.chat(DEFAULT_MODEL, asked, tools=[weather], options=options)
@@ -188,7 +188,7 @@ def test_logprobs(client: Client) -> None:
     assert [entry.token for part in parts for entry in part.logprobs or ()] == ["The", " capital"]
 
 
-def test_thinking_is_accepted_of_a_model_that_does_not(client: Client, server: Server) -> None:
+def test_think_is_accepted_for_a_model_without_reasoning(client: Client, server: Server) -> None:
     for think in (True, False, "high"):
         answer = client.chat(DEFAULT_MODEL, ASKED, think=think, options=GREEDY)
         assert (answer.message.content, answer.message.thinking) == (ANSWER, None)
@@ -232,7 +232,7 @@ def test_load_and_unload(client: Client, admin: Client) -> None:
 
 def test_pull(client: Client, admin: Client) -> None:
     assert admin.pull(DEFAULT_MODEL).status == "success"
-    parts = [part.status for part in admin.pull("smollm2", stream=True)]  # known by that name, and here already
+    parts = [part.status for part in admin.pull("smollm2", stream=True)]  # a known name, already downloaded
     assert (parts[0], parts[-1]) == ("pulling manifest", "success")
     with pytest.raises(ResponseError, match="neither a known model name") as info:
         admin.pull("llama3.2")
@@ -242,7 +242,7 @@ def test_pull(client: Client, admin: Client) -> None:
     assert info.value.status_code == 403
 
 
-# What goes wrong
+# Errors
 
 
 def test_an_unknown_model(client: Client) -> None:
@@ -256,7 +256,7 @@ def test_an_unknown_model(client: Client) -> None:
 
 
 @pytest.mark.parametrize("call", ["embed", "embeddings", "create", "copy", "delete", "push"])
-def test_what_is_not_served(client: Client, call: str) -> None:
+def test_unserved_endpoints(client: Client, call: str) -> None:
     with pytest.raises(ResponseError, match="it is not served: ") as info:
         client.copy("a", "b") if call == "copy" else getattr(client, call)(DEFAULT_MODEL)
     assert info.value.status_code == 404
