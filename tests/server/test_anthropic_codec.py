@@ -298,9 +298,7 @@ def test_cache_control_sets_breakpoints() -> None:
 def test_cache_control_of_the_whole_request_marks_its_last_block() -> None:
     assert parse(cache_control=HOUR, system="s").breakpoints == (Breakpoint(1, 0, 3600.0),)
     marked = [{"role": "user", "content": [text("a"), text("b", cache_control=EPHEMERAL)]}]
-    assert parse(cache_control=HOUR, messages=marked).breakpoints == (
-        Breakpoint(0, 1, 300.0),
-    )  # the block's own cache_control wins
+    assert parse(cache_control=HOUR, messages=marked).breakpoints == (Breakpoint(0, 1, 300.0),)  # the block's own wins
     assert parse(cache_control=HOUR, messages=[{"role": "user", "content": []}]).breakpoints == ()
 
 

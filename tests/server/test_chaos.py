@@ -1,4 +1,4 @@
-"""Clients that disconnect, stall and flood; workers that die or hang; signals at any time. Nothing may be held afterwards.
+"""Clients that disconnect, stall and flood; workers that die or hang; signals at any time. Nothing is held afterwards.
 
 All tests use real sockets and a real server. Time limits only bound a hang.
 """
@@ -69,7 +69,7 @@ def is_healthy(server: Server) -> bool:
 
 @pytest.fixture(scope="module")
 def busy(tiny_model: Path) -> Iterator[Server]:
-    """A server with few running requests, so that a queue forms, and small prefill chunks, so that clients leave in prefill."""
+    """A server with few running requests, so that a queue forms, and with small prefill chunks."""
     options = ("--device", "5ms", "--max-num-seqs", "6", "--max-chunk-tokens", "64", "--max-num-batched-tokens", "128")
     with serving(str(tiny_model), *FAKE, *options, "--max-queue", "2000") as server:
         yield server

@@ -76,9 +76,7 @@ def test_live_and_simulated_agree_where_time_does_not_matter(server: Server, tmp
     for side in ("live", "simulated"):
         assert found[side]["endings"] == {"finished": 3, "left": 1, "refused": 1, "failed": 0}, side
         assert found[side]["num_preemptions"] == 0
-    assert found["live"]["hit_rate"] == pytest.approx(
-        64 / (3 * 95)
-    )  # of complete answers; the second found the first's blocks
+    assert found["live"]["hit_rate"] == pytest.approx(64 / (3 * 95))  # the second found the first's
     assert found["simulated"]["hit_rate"] == pytest.approx(64 / (3 * 95 + 199))
     assert set(found["tiers"]) == {"HIGH", "NORMAL", "LOW"}
     assert found["tiers"]["NORMAL"]["live"]["num_requests"] == 3

@@ -248,7 +248,7 @@ def test_waiting_for_memory_times_out(folder: Path) -> None:
         assert [server.stats_of(name)["num_running"] for name in "ab"] == [
             1,
             1,
-        ]  # the requests that kept them busy continue
+        ]  # those requests continue
         close_sockets()
 
 

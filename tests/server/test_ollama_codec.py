@@ -179,9 +179,7 @@ def test_options(options: dict[str, Any], params: GenerationParams) -> None:
 def test_fields_without_effect_are_named() -> None:
     everything = dict.fromkeys(IGNORED_OPTIONS, 1)
     assert chat_ask(options=everything).ignored == tuple(f"options.{name}" for name in IGNORED_OPTIONS)
-    assert (
-        chat_ask(options={"repeat_last_n": 64}).ignored == ()
-    )  # without a penalty it would have no effect in Ollama either
+    assert chat_ask(options={"repeat_last_n": 64}).ignored == ()  # without a penalty
     assert chat_ask(options={"repeat_last_n": 64, "repeat_penalty": 1.1}).ignored == ("options.repeat_last_n",)
     assert chat_ask(keep_alive="5m", truncate=True, shift=True, top_logprobs=3).ignored == (
         *("keep_alive", "truncate", "shift", "top_logprobs"),

@@ -368,9 +368,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "text", "param"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
-    body = msgspec.convert(
-        {"input": "Hi", **fields}, ResponsesRequest
-    )  # JSON cannot contain lone surrogates; Python strings can
+    body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # lone surrogates are not JSON
     with pytest.raises((ApiError, InvalidRequest)) as error:
         parse_responses(body)
     told, found = refusal(error)
@@ -743,6 +741,4 @@ def test_a_failure_before_the_response_is_an_error_event() -> None:
     event = SDK_EVENT.validate_json(data)
     assert (name, event.type, event.sequence_number) == ("event: error", "error", 0)
     assert (event.code, event.message, event.param) == ("server_overloaded", "too many", "input")
-    assert (
-        json.loads(data)["error"] == json.loads(RESPONSES.body(error, "r1"))["error"]
-    )  # the client raises by this field
+    assert json.loads(data)["error"] == json.loads(RESPONSES.body(error, "r1"))["error"]  # the client reads this
