@@ -76,14 +76,16 @@ class Hostile:
     path: str
     make: Callable[[], bytes]
     names: str | None = None  # the field the message must name; None: the body as a whole
-    says: str = ""  # further text that the message must contain
+    contains: str = ""  # further text that the message must contain
     statuses: tuple[int, ...] = (400,)
 
 
-def field(path: str, name: str, value: object, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
+def field(
+    path: str, name: str, value: object, names: str | None = None, *, label: str = "", contains: str = ""
+) -> Hostile:
     """A valid body with one bad field."""
     title = f"{path} {name}={label or repr(value)[:40]}"
-    return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, says)
+    return Hostile(title, path, lambda: json.dumps({**GOOD[path], name: value}).encode(), names or name, contains)
 
 
 def instead(path: str, label: str, body: object, names: str, statuses: tuple[int, ...] = (400,)) -> Hostile:
@@ -91,39 +93,41 @@ def instead(path: str, label: str, body: object, names: str, statuses: tuple[int
     return Hostile(f"{path} {label}", path, lambda: json.dumps(body).encode(), names, statuses=statuses)
 
 
-def literal(path: str, name: str, value: str, names: str | None = None, *, label: str = "", says: str = "") -> Hostile:
+def literal(
+    path: str, name: str, value: str, names: str | None = None, *, label: str = "", contains: str = ""
+) -> Hostile:
     """Like `field`, with a value that Python's JSON encoder would not write."""
     rest = {key: kept for key, kept in GOOD[path].items() if key != name}
 
     def make() -> bytes:
         return (json.dumps(rest)[:-1] + f', "{name}": {value}}}').encode("utf-8", "surrogatepass")
 
-    return Hostile(f"{path} {name}={label or value[:40]}", path, make, names, says)
+    return Hostile(f"{path} {name}={label or value[:40]}", path, make, names, contains)
 
 
-def whole(path: str, label: str, data: bytes, says: str = "") -> Hostile:
-    return Hostile(f"{path} body {label}", path, lambda: data, None, says)
+def whole(path: str, label: str, data: bytes, contains: str = "") -> Hostile:
+    return Hostile(f"{path} body {label}", path, lambda: data, None, contains)
 
 
 def nested(opening: str, closing: str, depth: int = DEEP) -> str:
     return opening * depth + closing * depth
 
 
-def said(path: str, label: str, content: Callable[[], str], says: str = "") -> Hostile:
+def with_text(path: str, label: str, content: Callable[[], str], contains: str = "") -> Hostile:
     """A conversation with this text."""
 
     def make() -> bytes:
         body = {**GOOD[path], "messages": [{"role": "user", "content": content()}]}
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
-    return Hostile(f"{path} text {label}", path, make, "messages", says)
+    return Hostile(f"{path} text {label}", path, make, "messages", contains)
 
 
-def prompted(path: str, label: str, prompt: Callable[[], object], says: str = "", **more: object) -> Hostile:
+def prompted(path: str, label: str, prompt: Callable[[], object], contains: str = "", **more: object) -> Hostile:
     def make() -> bytes:
         return json.dumps({**GOOD[path], "prompt": prompt(), **more}).encode()
 
-    return Hostile(f"{path} prompt {label}", path, make, "prompt", says)
+    return Hostile(f"{path} prompt {label}", path, make, "prompt", contains)
 
 
 # The body as a whole
@@ -218,16 +222,16 @@ def _numbers() -> Iterator[Hostile]:
         yield field(path, "repeat_penalty", 0)
         yield field(path, "allowed_token_ids", [])
         yield field(path, "allowed_token_ids", [-1])
-        yield field(path, "allowed_token_ids", [10**6], says="outside the vocabulary")
-        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", says="100000 tokens")
-        yield field(path, "ebnf", "yes or no", says="A GBNF grammar looks like")
-        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", says="nested")
+        yield field(path, "allowed_token_ids", [10**6], contains="outside the vocabulary")
+        yield field(path, "allowed_token_ids", list(range(100_000)), label="10^5 ids", contains="100000 tokens")
+        yield field(path, "ebnf", "yes or no", contains="A GBNF grammar looks like")
+        yield field(path, "ebnf", "root ::= " + "(" * 10**4, label="10^4 parentheses", contains="nested")
         yield field(path, "ebnf", "root ::= root", label="root that is root")
-        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", says="characters are more than")
-        yield field(path, "grammar", "yes or no", says="neither Lark")
+        yield field(path, "ebnf", "root ::= [a-z" * 10**6, label="10^6 classes", contains="characters are more than")
+        yield field(path, "grammar", "yes or no", contains="neither Lark")
         yield field(path, "regex", "(")
         yield field(path, "json_schema", "{")
-        yield field(path, "mirostat", 2, says="not supported")
+        yield field(path, "mirostat", 2, contains="not supported")
         yield field(path, "max_tokens", 2**63)
         yield field(path, "max_tokens", 1.5)
         yield field(path, "min_tokens", 3)  # more than max_tokens
@@ -403,10 +407,10 @@ def _items() -> Iterator[Hostile]:
     yield field(RESPONSES, "input", [HI] * 100_000, label="10^5 items")
     parts = [{"type": "input_text", "text": ""}] * 100_000
     yield field(RESPONSES, "input", [{"role": "user", "content": parts}], label="10^5 parts")
-    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", says="context")
+    yield field(RESPONSES, "input", "a" * (4 * MIB), label="4 MB of a", contains="context")
     yield literal(RESPONSES, "input", '"\\ud800"', label="escaped lone surrogate")
     yield field(RESPONSES, "instructions", 7)
-    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", says="context")
+    yield field(RESPONSES, "instructions", "a" * (4 * MIB), "input", label="4 MB of a", contains="context")
     yield field(RESPONSES, "previous_response_id", "resp_1")
     yield field(RESPONSES, "background", True)
     yield field(RESPONSES, "metadata", {"a": 7})
@@ -420,7 +424,7 @@ def _items() -> Iterator[Hostile]:
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 200, label="200 tools")
     yield field(RESPONSES, "tools", [{"type": "function", "name": "f"}] * 2, label="two of a name")
     yield field(RESPONSES, "tool_choice", "required", label="a call of nothing")
-    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of nobody")
+    yield field(RESPONSES, "tool_choice", {"type": "function", "name": "g"}, label="a call of an unknown tool")
     yield Hostile(
         f"{RESPONSES} 17 MB", RESPONSES, lambda: b'{"input": "' + b"a" * (17 * 10**6) + b'"}', statuses=(413,)
     )
@@ -444,7 +448,7 @@ def _tools_and_shapes() -> Iterator[Hostile]:
     yield field(MESSAGES, "messages", [HI, {"role": "assistant", "content": [use]}, HI], label="deep input")
     yield field(CHAT, "tools", function(properties=json.loads(deep)), label="a deep schema")
     yield field(CHAT, "tool_choice", "required", label="a call of nothing")
-    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of nobody")
+    yield field(CHAT, "tool_choice", {"type": "function", "function": {"name": "g"}}, label="a call of an unknown tool")
     strict = {"schema": away, "strict": True}
     yield field(CHAT, "response_format", {"type": "json_schema", "json_schema": strict}, label="elsewhere")
     doubled = {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
@@ -489,15 +493,15 @@ def _templates() -> Iterator[Hostile]:
 def _sizes() -> Iterator[Hostile]:
     long = "context"  # the message must name the context as the limit
     for path in (CHAT, MESSAGES):
-        yield said(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
-        yield said(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
-        yield said(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
-        yield said(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
+        yield with_text(path, "4 MB of a", lambda: "a" * (4 * MIB), long)
+        yield with_text(path, "emoji", lambda: "\U0001f9e8" * MIB, long)
+        yield with_text(path, "combining marks", lambda: "e" + "\u0301" * (2 * MIB), long)
+        yield with_text(path, "right to left", lambda: "\u202e\u05d0" * MIB, long)
         yield replace(
-            said(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
+            with_text(path, "60,000 characters", lambda: "word \u00e9 " * 8_500, long),
             names="prompt" if path == MESSAGES else "messages",
         )
-    yield said(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
+    yield with_text(CHAT, "NULs", lambda: "\0" * (2 * MIB), long)
     yield prompted(COMPLETIONS, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(EXPLAIN, "4 MB", lambda: "a " * (2 * MIB), long)
     yield prompted(TOKENIZE, "4 MB", lambda: "a " * (2 * MIB), long)

@@ -354,8 +354,8 @@ def test_the_latest_effort_counts() -> None:
 
 
 def test_claude_codes_billing_block_is_dropped() -> None:
-    told = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
-    assert chat_of(parse(system=told)).messages == chat_of(parse(system=[text("Be kind.")])).messages
+    blocks = [text("x-anthropic-billing-header: cc_version=2; cch=1f3;"), text("Be kind.")]
+    assert chat_of(parse(system=blocks)).messages == chat_of(parse(system=[text("Be kind.")])).messages
 
 
 def test_tools_and_choices() -> None:
@@ -534,10 +534,10 @@ def events_in(data: bytes) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for chunk in data.decode().split("\n\n")[:-1]:
         name, _, payload = chunk.partition("\n")
-        news = json.loads(payload.removeprefix("data: "))
-        assert name == f"event: {news['type']}"
-        TypeAdapter(RawMessageStreamEvent).validate_python(news)
-        found.append(news)
+        parsed = json.loads(payload.removeprefix("data: "))
+        assert name == f"event: {parsed['type']}"
+        TypeAdapter(RawMessageStreamEvent).validate_python(parsed)
+        found.append(parsed)
     return found
 
 
@@ -570,7 +570,7 @@ ORDER = ["message_start", "content_block_start", "content_block_delta", "content
 def test_events_come_in_the_order_the_sdk_enforces() -> None:
     made = reply([delta("Hel"), delta("lo")], [delta("")], [delta(" you", finish=STOP)])
     data = stream(made)
-    kinds = [news["type"] for news in events_in(data)]
+    kinds = [parsed["type"] for parsed in events_in(data)]
     assert kinds == [*ORDER[:3], *ORDER[2:], "message_delta", "message_stop"]  # no event for a step without text
     message = read_by_sdk(data)
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello you"}]
@@ -645,7 +645,7 @@ def test_reasoning_text_and_calls_are_blocks(shows_thoughts: bool) -> None:
 def test_a_call_that_is_cut_off_has_no_input_and_a_stop_reason() -> None:
     steps = [[delta('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', finish=LENGTH)]]
     data = stream(reply(*steps, tools=[WEATHER], max_tokens=1))
-    deltas = [news["delta"] for news in events_in(data) if news["type"] == "content_block_delta"]
+    deltas = [parsed["delta"] for parsed in events_in(data) if parsed["type"] == "content_block_delta"]
     assert "".join(one["partial_json"] for one in deltas) == '{"city": "Os'
     made = reply(*steps, tools=[WEATHER], max_tokens=1)
     stream(made)  # counts the tokens
@@ -656,7 +656,7 @@ def test_a_call_that_is_cut_off_has_no_input_and_a_stop_reason() -> None:
 
 def test_an_answer_without_text_has_an_empty_block() -> None:
     data = stream(reply([delta("", finish=STOP)]))
-    assert [news["type"] for news in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
+    assert [parsed["type"] for parsed in events_in(data)] == [*ORDER[:2], ORDER[3], "message_delta", "message_stop"]
     assert [block.to_dict() for block in read_by_sdk(data).content] == [text("")]
     whole = msgspec.to_builtins(reply().answer("", STOP, None))
     assert whole["content"] == [text("")]
@@ -666,7 +666,7 @@ def test_max_tokens_0_fills_the_cache_and_returns_no_block() -> None:
     assert parse(max_tokens=0).params.max_tokens == 1
     made = reply([delta("x", finish=LENGTH)], max_tokens=0, pinned_tokens=96)
     data = stream(made)
-    assert [news["type"] for news in events_in(data)] == ["message_start", "message_delta", "message_stop"]
+    assert [parsed["type"] for parsed in events_in(data)] == ["message_start", "message_delta", "message_stop"]
     message = read_by_sdk(data)
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
     assert message.usage.cache_creation_input_tokens == 96

@@ -53,8 +53,8 @@ def body_for(path: str, text: str, max_tokens: int, *, stream: bool = True, **mo
     body: dict[str, Any] = {"model": "tiny", "stream": stream, "ignore_eos": True, **more}
     if path == RESPONSES:
         return body | {"input": text, "max_output_tokens": max_tokens}
-    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    return body | said | {"max_tokens": max_tokens}
+    content = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return body | content | {"max_tokens": max_tokens}
 
 
 def is_healthy(server: Server) -> bool:
@@ -173,7 +173,7 @@ def test_a_client_that_disconnects_in_the_queue_is_not_computed(busy: Server) ->
     eventually(lambda: busy.stats()["num_waiting"] == 20, "they wait")
     for waiter in waiters:
         waiter.close()
-    eventually(lambda: busy.stats()["num_waiting"] == 0, "nobody waits")
+    eventually(lambda: busy.stats()["num_waiting"] == 0, "no request waits")
     assert busy.stats()["num_running"] == 6
     for runner in runners:
         runner.close()
@@ -252,15 +252,15 @@ def test_two_hundred_streams_at_once_have_no_broken_frame(tiny_model: Path) -> N
     assert len(ids_seen) == 200
 
 
-def whole_text(path: str, said: Any) -> tuple[str, int]:
+def whole_text(path: str, answer: Any) -> tuple[str, int]:
     """Return the text of a complete answer and its number of tokens."""
     if path == MESSAGES:
-        return said["content"][0]["text"], said["usage"]["output_tokens"]
+        return answer["content"][0]["text"], answer["usage"]["output_tokens"]
     if path == RESPONSES:
-        return said["output"][0]["content"][0]["text"] if said["output"] else "", said["usage"]["output_tokens"]
-    (choice,) = said["choices"]
+        return answer["output"][0]["content"][0]["text"] if answer["output"] else "", answer["usage"]["output_tokens"]
+    (choice,) = answer["choices"]
     text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-    return text, said["usage"]["completion_tokens"]
+    return text, answer["usage"]["completion_tokens"]
 
 
 def text_of(path: str, stream: Reply) -> tuple[str, set[str]]:

@@ -72,10 +72,10 @@ def test_json_equals_the_local_output(server: Server) -> None:
         assert there["usage"][name] == here["usage"][name]
     assert there["cache"].keys() == here["cache"].keys()
     assert there["timings"].keys() == here["timings"].keys()
-    for ours, theirs in zip(there["logprobs"], here["logprobs"], strict=True):
-        assert (ours["text"], ours["bytes"]) == (theirs["text"], theirs["bytes"])
-        assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
-        assert [top["text"] for top in ours["top"]] == [top["text"] for top in theirs["top"]]
+    for remote, local in zip(there["logprobs"], here["logprobs"], strict=True):
+        assert (remote["text"], remote["bytes"]) == (local["text"], local["bytes"])
+        assert remote["logprob"] == pytest.approx(local["logprob"], abs=1e-3)
+        assert [top["text"] for top in remote["top"]] == [top["text"] for top in local["top"]]
 
 
 def test_raw_prompts(server: Server) -> None:

@@ -181,8 +181,8 @@ def test_a_flood_of_refusals_is_limited_and_counted(finish: str) -> None:
         assert len(entries(stream)) == MAX_LINES_PER_S + 50
         now_s = 101.5
         log_request(replace(RECORD, finish=finish))
-        told, last = entries(stream)[-2:]
-        assert told["message"] == f"{1000 - MAX_LINES_PER_S} lines left out: more than {MAX_LINES_PER_S} in a second"
+        report, last = entries(stream)[-2:]
+        assert report["message"] == f"{1000 - MAX_LINES_PER_S} lines left out: more than {MAX_LINES_PER_S} in a second"
         assert "request_id" in last["message"]
         for _ in range(30):
             log_request(replace(RECORD, finish=finish))
@@ -219,7 +219,7 @@ def test_log_once(logs: Callable[..., io.StringIO]) -> None:
     lines = entries(stream)
     assert len(lines) == MAX_KEYS + 1
     assert "no more" in lines[-1]["message"]
-    once("k" * 10_000_000, "not said")
+    once("k" * 10_000_000, "not logged")
     assert len(entries(stream)) == MAX_KEYS + 1
 
 

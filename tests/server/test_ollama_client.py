@@ -118,16 +118,16 @@ def test_concurrent_async_clients(server: Server) -> None:
 
 
 def test_options(client: Client) -> None:
-    def said(**options: Any) -> ChatResponse:
+    def ask(**options: Any) -> ChatResponse:
         return client.chat(DEFAULT_MODEL, ASKED, options=options)
 
-    short = said(temperature=0, num_predict=3)
+    short = ask(temperature=0, num_predict=3)
     assert (short.message.content, short.done_reason, short.eval_count) == ("The capital of", "length", 3)
-    assert said(temperature=0, stop=[" France"]).message.content == "The capital of"
-    assert said(temperature=2.0, top_k=1).message.content == ANSWER
-    hot = [said(temperature=2.0, seed=5, num_predict=6).message.content for _ in range(2)]
+    assert ask(temperature=0, stop=[" France"]).message.content == "The capital of"
+    assert ask(temperature=2.0, top_k=1).message.content == ANSWER
+    hot = [ask(temperature=2.0, seed=5, num_predict=6).message.content for _ in range(2)]
     assert hot[0] == hot[1]
-    habit = said(temperature=0, num_ctx=4096, num_gpu=99, num_thread=4, repeat_last_n=64, mirostat=0, num_predict=-1)
+    habit = ask(temperature=0, num_ctx=4096, num_gpu=99, num_thread=4, repeat_last_n=64, mirostat=0, num_predict=-1)
     assert habit.message.content == ANSWER
 
 
@@ -165,12 +165,12 @@ def test_tools_and_their_results(client: Client) -> None:
     calls = [call for part in parts for call in part.message.tool_calls or ()]
     assert calls == list(answer.message.tool_calls or ())
     made = {"function": {"name": "weather", "arguments": {"city": "Vienna"}}}
-    told = [
+    messages = [
         *asked,
         {"role": "assistant", "tool_calls": [made]},
         {"role": "tool", "tool_name": "weather", "content": weather("Vienna")},
     ]
-    final = client.chat(DEFAULT_MODEL, told, options=options)
+    final = client.chat(DEFAULT_MODEL, messages, options=options)
     assert final.message.content
     assert (final.prompt_eval_count or 0) > (answer.prompt_eval_count or 0) - 200
 

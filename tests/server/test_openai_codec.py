@@ -77,9 +77,9 @@ def completion(**fields: Any) -> InferenceRequest:
 def refusal(error: pytest.ExceptionInfo[Exception], fields: frozenset[str] = CHAT_FIELDS) -> tuple[str, str | None]:
     """Return the message and the field of a parsing error as a client receives them."""
     value = error.value
-    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
-    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
-    return told.message, told.param
+    api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), fields)
+    assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return api_error.message, api_error.param
 
 
 # Bodies
@@ -559,7 +559,7 @@ def choices(chunks: list[Any]) -> list[Any]:
     return [one for chunk in chunks if chunk != "[DONE]" for one in chunk["choices"]]
 
 
-def said(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+def choice_of(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
@@ -569,15 +569,15 @@ def test_a_chat_stream() -> None:
     first = judged(encoder.chunks([(0, delta("Hé"))]))
     head = msgspec.to_builtins(HEAD)
     assert first == [
-        {**head, "choices": [said(0, {"role": "assistant", "content": ""})]},
-        {**head, "choices": [said(0, {"content": "Hé"})]},
+        {**head, "choices": [choice_of(0, {"role": "assistant", "content": ""})]},
+        {**head, "choices": [choice_of(0, {"content": "Hé"})]},
     ]
     assert choices(judged(encoder.chunks([(0, delta("llo")), (0, delta(' "you"\n'))]))) == [
-        said(0, {"content": "llo"}),
-        said(0, {"content": ' "you"\n'}),
+        choice_of(0, {"content": "llo"}),
+        choice_of(0, {"content": ' "you"\n'}),
     ]
-    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [said(0, {"content": "!"})]
-    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [said(0, {}, "stop")]}, "[DONE]"]
+    assert choices(judged(encoder.chunks([(0, delta("!", FinishReason.STOP))]))) == [choice_of(0, {"content": "!"})]
+    assert judged(encoder.last(USAGE, None)) == [{**head, "choices": [choice_of(0, {}, "stop")]}, "[DONE]"]
 
 
 def test_a_stream_with_usage() -> None:
@@ -586,7 +586,7 @@ def test_a_stream_with_usage() -> None:
     *chunks, final, done = judged(data)
     assert [chunk["usage"] for chunk in chunks] == [None] * 3
     assert not any("cache" in chunk for chunk in chunks)
-    assert choices(chunks)[-1] == said(0, {}, "length")
+    assert choices(chunks)[-1] == choice_of(0, {}, "length")
     assert (final["choices"], final["usage"], done) == ([], BILL, "[DONE]")
     assert final["cache"] == msgspec.to_builtins(CACHE)
 
@@ -615,7 +615,7 @@ def test_without_usage_the_cache_is_in_the_chunk_that_ends_the_last_choice() -> 
     ends = [(0, delta("", FinishReason.STOP, index=1)), (0, delta("", FinishReason.LENGTH))]
     *earlier, last, done = judged(encoder.chunks(ends) + encoder.last(USAGE, CACHE))
     assert not any("cache" in chunk or "usage" in chunk for chunk in earlier)
-    assert last["choices"] == [said(0, {}, "length")]
+    assert last["choices"] == [choice_of(0, {}, "length")]
     assert last["cache"]["reason"] == "diverged"
     assert "usage" not in last
     assert done == "[DONE]"
@@ -628,18 +628,24 @@ def test_choices_are_numbered_by_prompt_then_sample_and_each_begins_once() -> No
     found = choices(judged(encoder.chunks(batch)))
     role = {"role": "assistant", "content": ""}
     assert found == [
-        said(3, role),
-        said(3, {"content": "d"}),
-        said(0, role),
-        said(0, {"content": "a"}),
-        said(3, {"content": "D"}),
-        said(1, role),
-        said(1, {"content": "b"}),
+        choice_of(3, role),
+        choice_of(3, {"content": "d"}),
+        choice_of(0, role),
+        choice_of(0, {"content": "a"}),
+        choice_of(3, {"content": "D"}),
+        choice_of(1, role),
+        choice_of(1, {"content": "b"}),
     ]
     ends = [(prompt, delta("", FinishReason.STOP, index=index)) for prompt in (0, 1) for index in (0, 1)]
     found = choices(judged(encoder.chunks(ends) + encoder.last(USAGE, None)))
     # A choice without text begins too.
-    assert found == [said(0, {}, "stop"), said(1, {}, "stop"), said(2, role), said(2, {}, "stop"), said(3, {}, "stop")]
+    assert found == [
+        choice_of(0, {}, "stop"),
+        choice_of(1, {}, "stop"),
+        choice_of(2, role),
+        choice_of(2, {}, "stop"),
+        choice_of(3, {}, "stop"),
+    ]
 
 
 def test_a_stream_cut_short_still_ends() -> None:
@@ -866,8 +872,8 @@ def test_reasoning_text_and_calls_in_a_stream() -> None:
     assert usage.completion_tokens_details.reasoning_tokens == 2
 
 
-@pytest.mark.parametrize(("reason", "told"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
-def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, told: str) -> None:
+@pytest.mark.parametrize(("reason", "finish"), [(FinishReason.STOP, "tool_calls"), (FinishReason.LENGTH, "length")])
+def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, finish: str) -> None:
     one = Completion(0, "".join(PROMPT_FIELDS) + ENDS[0], (1, 2), reason)
     made = whole_chat(HEAD, [GenerationOutput((1,), (one,), USAGE, None)], USAGE, None, reading, 2)
     found = SdkChatCompletion.model_validate(
@@ -881,7 +887,7 @@ def test_reasoning_text_and_calls_of_a_whole_answer(reason: FinishReason, told: 
         {"name": "get", "arguments": '{"city": "Oslo"}'},
         {"name": "now", "arguments": "{}"},
     ]
-    assert found.choices[0].finish_reason == told
+    assert found.choices[0].finish_reason == finish
 
 
 def test_a_call_cut_by_a_stop_string_has_finish_reason_stop() -> None:

@@ -161,8 +161,8 @@ def test_real_traffic_on_the_real_model(browser: Browser, default_model: Path) -
         browser.type("#text", "What is the capital of France?")
         browser.click("#send")
         browser.wait("it answers", lambda: "Paris" in browser.text("#log"))
-        told = browser.wait("the cache is explained", lambda: browser.text("#log .cache"))
-        assert "prompt tokens come from the cache" in told
+        explanation = browser.wait("the cache is explained", lambda: browser.text("#log .cache"))
+        assert "prompt tokens come from the cache" in explanation
         browser.type("#text", "And of Italy?\n")  # Enter sends
         second = "return document.querySelectorAll('#log .cache').length > 1"
         browser.wait("a second answer", lambda: browser.run(second))

@@ -55,9 +55,9 @@ def conversation(**fields: Any) -> ChatRequest:
 
 def refusal(error: pytest.ExceptionInfo[Exception]) -> tuple[str, str | None]:
     value = error.value
-    told = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
-    assert told.kind in (Kind.INVALID, Kind.TOO_LONG)
-    return told.message, told.param
+    api_error = value if isinstance(value, ApiError) else from_quire(cast("InvalidRequest", value), FIELDS)
+    assert api_error.kind in (Kind.INVALID, Kind.TOO_LONG)
+    return api_error.message, api_error.param
 
 
 # Bodies
@@ -371,8 +371,8 @@ def test_a_bad_body_is_refused_and_the_field_named(fields: dict[str, Any], text:
     body = msgspec.convert({"input": "Hi", **fields}, ResponsesRequest)  # lone surrogates are not JSON
     with pytest.raises((ApiError, InvalidRequest)) as error:
         parse_responses(body)
-    told, found = refusal(error)
-    assert told.startswith(text)
+    message, found = refusal(error)
+    assert message.startswith(text)
     assert found == param
 
 
@@ -411,8 +411,8 @@ BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
 def test_bad_tools_are_refused_and_the_field_named(fields: dict[str, Any], text: str, param: str) -> None:
     with pytest.raises((ApiError, InvalidRequest)) as error:
         parse_tools(body_of(**fields))
-    told, found = refusal(error)
-    assert told.startswith(text)
+    message, found = refusal(error)
+    assert message.startswith(text)
     assert found == param
 
 
@@ -624,9 +624,9 @@ def test_a_stream_of_reasoning_text_and_calls() -> None:
 
 def test_an_answer_can_be_sent_back_unchanged() -> None:
     output = whole([*DELTAS, delta("", FinishReason.STOP)], MEANINGS)["output"]
-    *_, said = conversation(input=[{"role": "user", "content": "x"}, *output]).messages
+    *_, last = conversation(input=[{"role": "user", "content": "x"}, *output]).messages
     calls = (ToolCall("call_1", "f", '{"a":1}'), ToolCall("call_2", "g", "{}"))
-    assert said == Message(Role.ASSISTANT, (Part("I will call."),), thought="hmso", tool_calls=calls)
+    assert last == Message(Role.ASSISTANT, (Part("I will call."),), thought="hmso", tool_calls=calls)
 
 
 def test_an_answer_cut_at_its_length() -> None:

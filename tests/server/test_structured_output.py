@@ -95,8 +95,8 @@ STRICT: list[tuple[str, tuple[str, Any]]] = [
 def test_strict_refuses_by_keyword_and_path(server: Server, field: str, ask: tuple[str, Any]) -> None:
     answer = server.post(*ask)
     assert answer.status == 400
-    told = answer.json["error"]["message"]
-    assert told == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
+    message = answer.json["error"]["message"]
+    assert message == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
 
 
 def test_a_fully_enforced_schema_has_no_header(server: Server) -> None:
@@ -146,18 +146,18 @@ def test_the_largest_loose_tools_are_freed_if_all_are_too_large(server: Server) 
     assert answer.headers[HEADER] == "tools[2].function.parameters"
     answer = server.post(*chat(tools=[chat_tool(name, wide(3), strict=True) for name in "abc"]))
     assert answer.status == 400
-    told = answer.json["error"]["message"]
-    assert told.startswith("tools: their schemas are too large together: ")
-    assert told.endswith(" characters after rewriting, more than 65536")
+    message = answer.json["error"]["message"]
+    assert message.startswith("tools: their schemas are too large together: ")
+    assert message.endswith(" characters after rewriting, more than 65536")
 
 
 def test_errors_of_answer_formats_are_complete_sentences(server: Server) -> None:
     answer = server.post(*chat(response_format=form({"enum": ["x" * 70_000]})))
-    told = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
-    assert (answer.status, answer.json["error"]["message"]) == (400, told)
+    message = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
     answer = server.post(*chat(guided_json="{"))
-    told = "guided_json: this is neither a schema nor the JSON text of one"
-    assert (answer.status, answer.json["error"]["message"]) == (400, told)
+    message = "guided_json: this is neither a schema nor the JSON text of one"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
 
 
 def test_a_long_list_of_names_ends_with_dots(server: Server) -> None:

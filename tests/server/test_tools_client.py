@@ -77,8 +77,8 @@ def test_a_required_call_and_its_result(client: OpenAI) -> None:
     assert call.id.startswith("call_")
     assert call.function.name == "get_weather"
     assert check("get_weather", call.function.arguments)["city"] == "Paris"
-    told = [QUESTION, answer.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
-    final = ask(client, messages=told, tool_choice="none", max_tokens=32).choices[0]
+    messages = [QUESTION, answer.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
+    final = ask(client, messages=messages, tool_choice="none", max_tokens=32).choices[0]
     assert final.message.tool_calls is None
     assert final.message.content
 
@@ -87,8 +87,8 @@ def test_the_second_turn_finds_the_first_in_the_cache(client: OpenAI) -> None:
     """The tokens that the model generated equal those rendered from the conversation."""
     first = ask(client, tool_choice="required", parallel_tool_calls=False)
     message = first.choices[0].message
-    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
-    second = ask(client, messages=[QUESTION, message, told], max_tokens=1)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
+    second = ask(client, messages=[QUESTION, message, result], max_tokens=1)
     both = first.usage.prompt_tokens + first.usage.completion_tokens
     assert second.usage.prompt_tokens_details.cached_tokens >= both - 8
 
@@ -293,8 +293,8 @@ def test_a_round_trip_with_anthropics_client(claude: Anthropic) -> None:
     assert (streamed.name, streamed.input) == (use.name, use.input)
     assert json.loads("".join(parts)) == use.input
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny, 21 degrees"}
-    told: Any = [QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    final = claude.messages.create(messages=told, tool_choice={"type": "none"}, **{**given, "max_tokens": 24})
+    messages: Any = [QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    final = claude.messages.create(messages=messages, tool_choice={"type": "none"}, **{**given, "max_tokens": 24})
     assert final.content[0].type == "text"
     assert final.content[0].text
 
