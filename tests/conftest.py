@@ -98,7 +98,7 @@ SLOW_FILES_S = {
     "backends/torch/kernels/test_linear.py": 8,
     "weights/test_fuzz.py": 7,
     "server/test_agents_golden.py": 8,
-    "server/test_service.py": 7,
+    "server/test_model_service.py": 7,
     "backends/native/test_runner.py": 7,
     "server/test_cli_top.py": 7,
     "bench/test_bench.py": 7,

@@ -51,7 +51,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
     (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),
     (("--log-level", "loud"), "--log-level = 'loud' is not one of"),
-    (("--host", "0.0.0.0"), "there is no API key"),
+    (("--host", "0.0.0.0"), "no API key is set"),
     (("--api-key", "short"), "8 to 512"),
     (("--ssl-certfile", "nowhere.pem"), "TLS needs both"),
     (("--root-path", "api"), "--root-path = 'api' does not begin with /"),

@@ -1,4 +1,4 @@
-"""Which fields of a body nobody reads, at any depth."""
+"""Finds fields of a body that its type does not define, at any depth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import inspect
 
 
 def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> list[str]:
-    """Names like `messages[].cache_control`, each once, of what the struct and the structs in it do not know."""
+    """Return the paths of unknown fields, such as `messages[].cache_control`, each once."""
     found: dict[str, None] = {}
     _walk(value, _shape(kind), "", found)
     return list(found)

@@ -1,4 +1,4 @@
-"""A path that leads nowhere names the one that was meant, in the words of the protocol that was spoken."""
+"""404 responses name the endpoint that was probably meant, in the client's protocol."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("path", MEANT)
-def test_a_path_that_was_nearly_right(path: str) -> None:
+def test_a_nearly_right_path_gets_a_hint(path: str) -> None:
     found = find_meant(path, ENDPOINTS)
     assert found is not None
     assert found.path == MEANT[path]
@@ -53,19 +53,19 @@ def test_a_path_that_was_nearly_right(path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/v1", "/v1/", "/api", "/nothing", "/v1/cache", "/wp-login.php", "/" + "a" * 10_000]
 )
-def test_what_nobody_meant(path: str) -> None:
+def test_other_paths_get_no_hint(path: str) -> None:
     assert find_meant(path, ENDPOINTS) is None
     assert advice(path, None) == "/docs lists what there is"
 
 
-def test_a_wrong_base_url_is_explained_and_a_slip_is_not() -> None:
+def test_a_wrong_base_url_is_explained_and_a_typo_is_not() -> None:
     chat = next(one for one in ENDPOINTS if one.path == "/v1/chat/completions")
     assert advice("/chat/completions", chat) == f"did you mean POST /v1/chat/completions? {BASES['openai']}"
     assert advice("/v1/chat/completions/", chat) == "did you mean POST /v1/chat/completions?"
     assert {row.tag for row in ENDPOINTS} > set(BASES)
 
 
-def test_what_others_have_is_not_what_we_have() -> None:
+def test_unserved_paths_of_other_servers_are_explained() -> None:
     for path in (
         "/v1/embeddings",
         "/embeddings",
@@ -76,7 +76,7 @@ def test_what_others_have_is_not_what_we_have() -> None:
     ):
         assert why_unserved(path) is not None
     cores = {row.path.removeprefix("/v1/").removeprefix("/api/") for row in ENDPOINTS}
-    assert not cores & set(UNSERVED)  # to build one is to remove its row
+    assert not cores & set(UNSERVED)  # a new endpoint removes its row
     assert not any(why_unserved(row.path) for row in ENDPOINTS)
 
 
@@ -86,7 +86,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
         yield found
 
 
-def test_each_protocol_is_told_in_its_own_words(server: Server) -> None:
+def test_each_protocol_gets_its_own_error_format(server: Server) -> None:
     openai = server.post("/chat/completions", {})
     assert openai.status == 404
     assert openai.json["error"]["code"] == "unknown_url"
@@ -99,14 +99,14 @@ def test_each_protocol_is_told_in_its_own_words(server: Server) -> None:
     assert "/docs" in server.get("/api/nothing").json["error"]
 
 
-def test_another_method_is_named(server: Server) -> None:
+def test_a_wrong_method_gets_the_allowed_ones(server: Server) -> None:
     answer = server.get("/v1/chat/completions")
     assert answer.status == 405
-    assert answer.json["error"]["message"] == "GET is not allowed here: use POST"
-    assert server.get("/api/chat").json == {"error": "GET is not allowed here: use POST"}
+    assert answer.json["error"]["message"] == "GET is not allowed for this path: use POST"
+    assert server.get("/api/chat").json == {"error": "GET is not allowed for this path: use POST"}
 
 
-def test_clients_that_only_look_whether_somebody_is_there(server: Server) -> None:
+def test_head_requests_of_clients_that_probe_the_server(server: Server) -> None:
     assert server.ask("HEAD", "/").status == 200
     assert server.ask("HEAD", "/api/version").status == 200
     assert server.ask("HEAD", "/api/tags").status == 200

@@ -1,4 +1,4 @@
-"""The service behind the protocols: bounds, bills and failures, over HTTP with the fake backend."""
+"""The model service behind the protocols: limits, usage and failures, over HTTP with the fake backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
+def test_a_refusal_by_the_queue_does_not_count_for_the_key(server: Server) -> None:
     server.begin({**LONG, "n": 2})
     server.send_request(LONG)
     eventually(lambda: server.stats()["num_waiting"], "the machine is full")
@@ -47,13 +47,13 @@ def test_a_refusal_by_the_queue_costs_the_key_nothing(server: Server) -> None:
         answer = server.post("/v1/chat/completions", {**SHORT, "n": 8}, headers=headers)
         assert answer.status == 429
         assert answer.json["error"]["code"] == "server_overloaded"
-    assert metric(server, "quire:request_success_total") == before  # nor is it counted as served
+    assert metric(server, "quire:request_success_total") == before  # and does not count as served
     close_sockets()
     server.wait_free()
     for _ in range(3):
         assert server.post("/v1/chat/completions", SHORT, headers=headers).status == 200
     while (answer := server.post("/v1/chat/completions", SHORT, headers=headers)).status == 200:
-        pass  # a slow machine takes the 20 s in which the key earns another request
+        pass  # a slow machine may take the 20 s after which the limit allows another request
     assert (answer.status, answer.json["error"]["code"]) == (429, "rate_limit_exceeded")
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
@@ -77,7 +77,7 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
 
 
-def test_what_a_template_does_not_know_is_named(server: Server) -> None:
+def test_unknown_template_arguments_are_named(server: Server) -> None:
     body = {**SHORT, "chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}, "enable_thinking": True}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200, answer
@@ -92,7 +92,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Server
     assert "262144 values" in answer.json["error"]["message"]
 
 
-def test_figures_of_the_cache_when_it_is_off(tiny_model: Path) -> None:
+def test_cache_stats_without_a_prefix_cache(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--no-enable-prefix-caching") as server:
         system = [{"type": "text", "text": "be kind " * 200, "cache_control": {"type": "ephemeral"}}]
         body = {"model": "tiny", "max_tokens": 2, "system": system, "messages": [{"role": "user", "content": "Hi"}]}
@@ -102,14 +102,14 @@ def test_figures_of_the_cache_when_it_is_off(tiny_model: Path) -> None:
             assert usage["input_tokens"] > 200
 
 
-def test_a_hung_worker_is_found_though_its_clients_leave_first(tiny_model: Path) -> None:
+def test_a_hung_worker_is_found_after_its_clients_disconnected(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--hang-limit", "4") as server:
         assert server.chat().status == 200
         worker = server.worker_pid
         os.kill(worker, signal.SIGSTOP)
 
         def is_found() -> bool:
-            server.send_request(LONG).close()  # clients that lose patience long before the server does
+            server.send_request(LONG).close()  # clients that disconnect long before the hang limit
             return worker not in children(server.process.pid)
 
         eventually(is_found, "the worker that hangs is ended")
@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_loaded_again(tmp_path: Path) -> None:
         assert server.chat().status == 200
 
 
-def test_one_key_cannot_push_out_the_pins_of_another(server: Server) -> None:
+def test_one_key_cannot_displace_the_pins_of_another(server: Server) -> None:
     server.post("/v1/cache/clear")
 
     def ask(key: str, text: str, name: str) -> int:
@@ -161,6 +161,6 @@ def test_the_server_holds_no_weights(server: Server) -> None:
     assert "/torch/" not in maps
 
 
-def test_an_idle_server_costs_nothing(server: Server) -> None:
+def test_an_idle_server_uses_no_cpu(server: Server) -> None:
     server.wait_free()
     eventually(lambda: is_asleep(server.process.pid, server.worker_pid), "no process wakes up for two seconds")
