@@ -74,7 +74,7 @@ SLOW_FILES_S = {
     "server/test_two_models.py": 16,
     "text/test_tokenizer.py": 16,
     "test_wheel.py": 16,
-    "text/test_chat.py": 15,
+    "text/test_chat_template.py": 15,
     "server/test_access.py": 14,
     "server/test_openai_client.py": 14,
     "backends/torch/kernels/test_attention.py": 12,

@@ -148,7 +148,7 @@ class ModelService:
         try:
             async with asyncio.timeout(limit_s):
                 for request in active.requests:
-                    active.add(await self.client.submit(request, news=active.news, on_start=started))
+                    active.add(await self.client.submit(request, updated=active.news, on_start=started))
         except TimeoutError:
             raise self._too_late("the model is still loading", active.priority) from None
         except asyncio.CancelledError:

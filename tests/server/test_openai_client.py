@@ -421,7 +421,7 @@ def test_shapes_in_the_words_of_other_servers(client: OpenAI, server: Server) ->
     with pytest.raises(openai.BadRequestError, match="allowed_token_ids: token id 4000000 is outside") as error:
         chat(client, extra_body={"allowed_token_ids": [4_000_000]})
     assert error.value.param == "allowed_token_ids"
-    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; text stands in quotes"):
+    with pytest.raises(openai.BadRequestError, match=r"ebnf: line 1: there is no rule item; literal text needs quotes"):
         chat(client, extra_body={"ebnf": "root ::= item"})
 
 

@@ -54,7 +54,7 @@ from quire.text.grammar import (
 from quire.text.messages import ChatRequest, Message, Part, Role
 from quire.text.reasoning import REASONING_FORMATS, Opening, ThoughtParser
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import IN_WORDS, CallParser
+from quire.text.tool_formats import PROMPTED, CallParser
 from quire.text.tools import Tool, ToolCall, ToolChoice, ToolMode
 from tests.text.vocabularies import byte_level_json, sentencepiece_gguf
 
@@ -837,7 +837,7 @@ def test_a_regex_in_the_wrong_field_is_sent_to_the_right_one() -> None:
 
 
 def reading() -> AnswerParser:
-    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(IN_WORDS, ("get", "now")))
+    return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, CallParser(PROMPTED, ("get", "now")))
 
 
 SPOKEN = ("<think>hm", "</think>\n\nI look.\n<tool", '_call>\n{"name": "get", "arguments"', ': {"city": "Os')

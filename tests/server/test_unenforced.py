@@ -147,7 +147,7 @@ def test_of_tools_that_are_too_large_together_the_largest_loose_ones_are_freed(s
     answer = server.post(*chat(tools=[chat_tool(name, wide(3), strict=True) for name in "abc"]))
     assert answer.status == 400
     told = answer.json["error"]["message"]
-    assert told.startswith("tools: their schemas are too large together: ")
+    assert told.startswith("tools: their schemas are too large in total: ")
     assert told.endswith(" characters after rewriting, more than 65536")
 
 

@@ -19,7 +19,7 @@ from quire.core.block_map import BlocksView, CellRun
 from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
 from quire.engine.worker.generation import Generation
-from quire.engine.worker.protocol import MAX_RUNNING_TOLD, Blocks, Running, Stats, TierStats
+from quire.engine.worker.protocol import MAX_RUNNING_LISTED, Blocks, Running, Stats, TierStats
 from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.model_service import ModelService
@@ -253,7 +253,7 @@ class SnapshotBuilder:
         usage = active.usage
         ids = [request_id for generation in active.generations for request_id in generation.request_ids]
         here = [] if running is None else [running[request_id] for request_id in ids if request_id in running]
-        is_all_told = running is not None and len(running) < MAX_RUNNING_TOLD
+        is_all_told = running is not None and len(running) < MAX_RUNNING_LISTED
         return WatchedRequest(
             id=active.request_id,
             key=active.caller.key.name,
