@@ -17,8 +17,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-import yaml
 
 from tests.server.rig import serving
 
@@ -87,7 +87,7 @@ def test_without_a_key_the_image_refuses_to_start(tmp_path: Path, tiny_model: Pa
 
 
 def test_compose_agrees_with_the_image() -> None:
-    compose: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    compose: dict[str, Any] = msgspec.yaml.decode((DEPLOY / "compose.yaml").read_bytes())
     service = compose["services"]["quire"]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
     assert set(service["build"]["args"]) <= {rest.partition("=")[0] for rest in arguments("ARG")}
@@ -100,11 +100,11 @@ def test_compose_agrees_with_the_image() -> None:
 
 def test_the_example_config_is_valid(tmp_path: Path, tiny_model: Path) -> None:
     """The file of /etc/quire, but for the model and the port, starts a server."""
-    values = yaml.safe_load((DEPLOY / "quire.yaml").read_text(encoding="utf-8"))
+    values = msgspec.yaml.decode((DEPLOY / "quire.yaml").read_bytes())
     values |= {"models": [str(tiny_model)], "backend": "fake"}
     del values["port"]
     path = tmp_path / "quire.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    path.write_bytes(msgspec.yaml.encode(values))
     with serving("--config", str(path)) as server:
         assert server.get("/health").status == 200
 

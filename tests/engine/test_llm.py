@@ -252,9 +252,9 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
             LLM(tiny_model, **{name: wrong[name]})
     with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
         LLM(tiny_model, dtype="int3")
-    with pytest.raises(InvalidRequest, match="kv_memory = 10 is less"):
+    with pytest.raises(InvalidRequest, match="kv_memory = 10 bytes is less"):
         LLM(tiny_model, kv_memory=10)
-    with pytest.raises(InvalidRequest, match=r"kv_memory = 4,398,046,511,104 is more than"):
+    with pytest.raises(InvalidRequest, match=r"kv_memory = 4,096 GiB is more than"):
         LLM(tiny_model, kv_memory=4 << 40)
     with pytest.raises(InvalidRequest, match="num_blocks = 1000000000 take"):
         LLM(tiny_model, num_blocks=10**9)
