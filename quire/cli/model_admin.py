@@ -9,7 +9,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.remote import Server, plain, reach_server
-from quire.cli.sizes import memory_size
+from quire.sizes import reported_size
 
 Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` lists.")]
 
@@ -94,7 +94,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     for name, aliases, entry in _by_model(entries):
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
-        shown = memory_size(num_bytes) if type(num_bytes) is int else "?"
+        shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         row = [name, ", ".join(aliases), state, held, str(context)]
         table.add_row(*(Text(plain(cell)) for cell in row))

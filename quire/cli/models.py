@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.sizes import file_size
+from quire.sizes import file_size
 from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
 
 

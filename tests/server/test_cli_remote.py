@@ -1,4 +1,4 @@
-"""`quire generate` and `quire chat` with a real server and the real model: what they say is what they say locally."""
+"""`quire generate` and `quire chat` with a real server and the real model give the same output as locally."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def document(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_the_answer_alone_is_on_stdout(server: Server) -> None:
     outcome = ask(server, "generate", QUESTION, *GREEDY)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
-    server.wait_for("key=key-1 .*completion_tokens=8 ")  # it was the server that said it
+    server.wait_for("key=key-1 .*completion_tokens=8 ")  # the server has answered
 
 
 def test_the_environment_names_the_server(server: Server) -> None:
-    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # as OPENAI_BASE_URL has it
+    env = {"QUIRE_SERVER": f"{server.url}/v1", "QUIRE_API_KEY": KEY}  # with /v1, as in OPENAI_BASE_URL
     outcome = quire("generate", "-", *GREEDY, stdin=f"{QUESTION}\n", env=env)
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{ANSWER}\n", "")
 
 
-def test_json_is_what_it_is_locally(server: Server) -> None:
-    """The same seed draws the same answers, there and here. Token ids and ranks are not in the protocol."""
+def test_json_equals_the_local_output(server: Server) -> None:
+    """The same seed gives the same answers on the server and locally. The protocol has no token ids and ranks."""
     options = ("--json", "--seed", "3", "-n", "2", "--max-tokens", "6", "--logprobs", "1")
     there = document(ask(server, "generate", QUESTION, *options))
     here = document(quire("generate", QUESTION, *options, "--local", env=NOBODY))
@@ -72,10 +72,10 @@ def test_json_is_what_it_is_locally(server: Server) -> None:
         assert there["usage"][name] == here["usage"][name]
     assert there["cache"].keys() == here["cache"].keys()
     assert there["timings"].keys() == here["timings"].keys()
-    for ours, theirs in zip(there["logprobs"], here["logprobs"], strict=True):
-        assert (ours["text"], ours["bytes"]) == (theirs["text"], theirs["bytes"])
-        assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
-        assert [top["text"] for top in ours["top"]] == [top["text"] for top in theirs["top"]]
+    for remote, local in zip(there["logprobs"], here["logprobs"], strict=True):
+        assert (remote["text"], remote["bytes"]) == (local["text"], local["bytes"])
+        assert remote["logprob"] == pytest.approx(local["logprob"], abs=1e-3)
+        assert [top["text"] for top in remote["top"]] == [top["text"] for top in local["top"]]
 
 
 def test_raw_prompts(server: Server) -> None:
@@ -93,9 +93,9 @@ def test_stop(server: Server) -> None:
     assert (found["text"], found["finish_reason"]) == ("The capital of France", "stop")
 
 
-def test_what_goes_wrong_is_one_line(server: Server) -> None:
+def test_errors_are_one_line(server: Server) -> None:
     wrong = quire("generate", "Hi", "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert f"{server.url}: this API key is not known here" in wrong.stderr
+    assert f"{server.url}: this API key is unknown" in wrong.stderr
     without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
     assert "no API key was sent" in without.stderr
     assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr
@@ -108,7 +108,7 @@ def test_what_goes_wrong_is_one_line(server: Server) -> None:
         assert outcome.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_the_work_there(server: Server) -> None:
+def test_ctrl_c_cancels_the_request_on_the_server(server: Server) -> None:
     server.wait_free()
     command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
     command += ["--server", server.url, "--api-key", KEY]
@@ -135,13 +135,13 @@ def test_a_conversation(server: Server) -> None:
     found = re.fullmatch(r"last answer: \d+ tokens, .*; (\d+) of (\d+) prompt tokens cached", last)
     assert found is not None
     prompt = len(server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json["tokens"])
-    assert int(found[1]) == prompt + 7  # the first question and the words of its answer
+    assert int(found[1]) == prompt + 7  # the first question and the text of its answer
     assert turns == "conversation: 2 turns, 8192 tokens of context"
     assert re.fullmatch(r"cache: \d+ of 399 blocks hold earlier text, \d+ evicted; .*", cache) is not None
 
 
 def test_at_a_terminal(server: Server) -> None:
-    """Who answers is said, and Ctrl-C stops the answer but not the conversation."""
+    """The model's name is shown, and Ctrl-C stops the answer but not the conversation."""
     server.wait_free()
     options = ("--server", server.url, "--api-key", KEY, "--max-tokens", "2000", "--temperature", "0")
     terminal = Terminal("chat", *options, env=NOBODY)

@@ -1,4 +1,4 @@
-"""`quire replay` against servers over real sockets: what it sends, what it counts, and what it says when it cannot."""
+"""`quire replay` against servers over real sockets: its requests, its counts and its errors."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def line(arrival_s: float, prompt: int = 96, output: int = 8, **more: Any) -> di
 # The whole command
 
 
-def test_both_say_the_same_of_what_does_not_depend_on_time(server: Server, tmp_path: Path) -> None:
-    """Endings and cached tokens: the scheduler is the same. An answer of 400 steps of 5 ms cannot end in 0.4 s."""
+def test_live_and_simulated_agree_where_time_does_not_matter(server: Server, tmp_path: Path) -> None:
+    """Compares endings and cached tokens: the scheduler is the same. 400 steps of 5 ms cannot end in 0.4 s."""
     server.wait_free()
     system = [["system", 64]]
     trace = write(
@@ -76,7 +76,7 @@ def test_both_say_the_same_of_what_does_not_depend_on_time(server: Server, tmp_p
     for side in ("live", "simulated"):
         assert found[side]["endings"] == {"finished": 3, "left": 1, "refused": 1, "failed": 0}, side
         assert found[side]["num_preemptions"] == 0
-    assert found["live"]["hit_rate"] == pytest.approx(64 / (3 * 95))  # of whole answers; the second found the first's
+    assert found["live"]["hit_rate"] == pytest.approx(64 / (3 * 95))  # the second found the first's
     assert found["simulated"]["hit_rate"] == pytest.approx(64 / (3 * 95 + 199))
     assert set(found["tiers"]) == {"HIGH", "NORMAL", "LOW"}
     assert found["tiers"]["NORMAL"]["live"]["num_requests"] == 3
@@ -87,11 +87,11 @@ def test_both_say_the_same_of_what_does_not_depend_on_time(server: Server, tmp_p
     assert [one["num_outputs"] for one in served[:3]] == [8, 8, 8]
     assert served[3]["num_outputs"] < 400
     assert all(one["sent_s"] >= one["due_s"] for one in served)
-    server.wait_free()  # whoever left has left nothing
+    server.wait_free()  # disconnected clients hold nothing
 
 
 def test_step_times_are_measured(server: Server, tmp_path: Path) -> None:
-    """The fake sleeps 5 ms a step. A machine under load takes longer, and no machine takes less."""
+    """The fake backend sleeps 5 ms per step. A loaded machine takes longer, and no machine takes less."""
     trace = write(tmp_path / "t.jsonl", *(line(0.1 * number, prompt=40) for number in range(6)))
     outcome = replay(server, trace, "--speed", "2")
     assert outcome.returncode == 0, outcome.stderr
@@ -135,7 +135,7 @@ UNPLAYABLE: list[tuple[list[str], str]] = [
 ]
 
 
-def test_what_cannot_be_played_is_one_line(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_replayed_is_one_line(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", line(0.0))
     write(tmp_path / "bad.jsonl", line(0.0, output=-1))
     commands = [["replay", *arguments] for arguments, _ in UNPLAYABLE]
@@ -146,10 +146,10 @@ def test_what_cannot_be_played_is_one_line(tmp_path: Path) -> None:
         assert outcome.stderr.count("\n") == 1
 
 
-def test_a_server_that_will_not_have_us(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_refuses_the_replay(server: Server, tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", line(0.0))
     wrong = quire("replay", trace, "--server", server.url, "--api-key", "wrong-0000-key", env=NOBODY)
-    assert "this API key is not known here" in wrong.stderr
+    assert "this API key is unknown" in wrong.stderr
     step = replay(server, trace, "--base-ms", "-1", "--token-us", "1", "--context-us", "1")
     assert "--base-ms = -1.0 is not from 0" in step.stderr
     model = replay(server, trace, "--model", "someone/else")
@@ -158,8 +158,8 @@ def test_a_server_that_will_not_have_us(server: Server, tmp_path: Path) -> None:
         assert (outcome.returncode, outcome.stderr.count("\n")) == (2, 1)
 
 
-def test_the_page_says_what_can_be_typed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of docs/replay.md, in the order it stands there."""
+def test_the_commands_in_the_docs_work(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs every command of docs/replay.md, in order."""
     monkeypatch.chdir(tmp_path)
     server.chat()
     server.wait_for("quire.request")
@@ -173,7 +173,7 @@ def test_the_page_says_what_can_be_typed(server: Server, tmp_path: Path, monkeyp
         assert outcome.stdout
 
 
-# What it is made of
+# Parts
 
 
 def player(server: Server, salt: str) -> ReplayClient:
@@ -184,7 +184,7 @@ def player(server: Server, salt: str) -> ReplayClient:
 
 
 def test_a_later_prompt_contains_the_answer_that_was_given(server: Server) -> None:
-    """Made-up text in its place would end the match at the end of the question."""
+    """With made-up text instead, the cache match would end at the end of the question."""
     play = player(server, "turns")
     first = TraceRequest(0.0, 64, 32, shared=(("q1", 64),), output="a1")
     second = TraceRequest(0.0, 106, 4, shared=(("q1", 64), ("a1", 32), ("q2", 10)))
@@ -195,22 +195,22 @@ def test_a_later_prompt_contains_the_answer_that_was_given(server: Server) -> No
     assert two.num_cached_tokens == 95  # all but the last token, which was never computed
 
 
-def test_two_replays_do_not_meet_in_the_cache(server: Server) -> None:
+def test_two_replays_share_no_cache(server: Server) -> None:
     todo = [TraceRequest(0.0, 64, 2, shared=(("same", 64),))]
     assert player(server, "once").play(todo)[0].num_cached_tokens == 0
     assert player(server, "again").play(todo)[0].num_cached_tokens == 0
 
 
-def test_an_answer_that_is_not_there_in_time_stays_made_up() -> None:
+def test_an_answer_that_is_late_stays_made_up() -> None:
     texts = Texts(1000)
     texts.expect(frozenset({"a1", "a2"}))
     texts.answered("a2", [1, 2, 3])
     prompt = TraceRequest(0.0, 8, 1, shared=(("a1", 4), ("a2", 4)))
     before = texts.prompt(0, prompt)
     assert before[:4] == [token % 1000 for token in text("a1", 4)]
-    assert before[4:] == [1, 2, 3, text("a2", 4)[3] % 1000]  # where it was shorter, the rest is made up
+    assert before[4:] == [1, 2, 3, text("a2", 4)[3] % 1000]  # the answer was shorter: the rest is made up
     texts.answered("a1", [7, 7, 7, 7])
-    assert texts.prompt(0, prompt) == before  # or two prompts that share it would not
+    assert texts.prompt(0, prompt) == before  # or two prompts that share it would differ
     assert texts.num_made_up == 1
 
 
@@ -226,7 +226,7 @@ def test_the_exposition_is_read_as_prometheus_reads_it(server: Server) -> None:
 
 
 def test_token_ids_of_completions(server: Server) -> None:
-    """As vLLM says them: in a stream and in a whole answer, and only where they were asked for."""
+    """As in vLLM: in streams and whole answers, and only if requested."""
     body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "temperature": 0}
     whole = server.post("/v1/completions", {**body, "return_token_ids": True}).json["choices"][0]["token_ids"]
     assert len(whole) == 5
@@ -240,7 +240,7 @@ def test_token_ids_of_completions(server: Server) -> None:
 
 
 def test_the_real_model(default_model: Path, tmp_path: Path) -> None:
-    """How close the prediction comes is for docs/replay.md: the machine may do anything else meanwhile."""
+    """Does not check the accuracy, which is in docs/replay.md: the machine may be busy."""
     del default_model  # is here now
     trace = write(
         tmp_path / "t.jsonl", *(line(0.2 * number, prompt=48, output=6, shared=[["system", 32]]) for number in range(4))

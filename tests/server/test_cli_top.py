@@ -1,4 +1,4 @@
-"""`quire top` with a server: one frame, snapshots for a program, and a terminal that outlives the server."""
+"""`quire top` with a server: one frame, JSON snapshots, and a terminal that outlives the server."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def server(default_model: Path) -> Iterator[Server]:
 
 
 def test_one_frame_shows_a_request_that_runs(server: Server) -> None:
-    told = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
+    expected = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
 
-    def is_whole() -> bool:  # a busy server may not have heard of its worker in time
+    def is_whole() -> bool:  # the worker of a busy server may not have reported in time
         outcome = quire("top", "--once", "--server", server.url, "--api-key", KEY, env=NOBODY)
         assert (outcome.returncode, outcome.stderr) == (0, "")
         assert max(map(len, outcome.stdout.splitlines())) <= 80
-        return all(words in outcome.stdout for words in told)
+        return all(words in outcome.stdout for words in expected)
 
     with server.begin(LONG, "/v1/completions"):
-        eventually(is_whole, str(told))
+        eventually(is_whole, str(expected))
     server.wait_free()
 
 

@@ -1,4 +1,4 @@
-"""The page at `/`: what it is made of, and in a real browser with real traffic on the real model."""
+"""The page at `/`: its files, and its behaviour in a real browser with the real model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DRAWN = "const map = document.getElementById('map'); return map.offsetWidth <= m
 SIZES = ((1280, 900), (768, 1024), (360, 740))
 
 
-# What it is made of
+# Files
 
 
-def test_every_file_is_served_to_anyone_and_nothing_else_is(tiny_model: Path) -> None:
+def test_only_the_pages_files_are_served_without_a_key(tiny_model: Path) -> None:
     with serving(str(tiny_model), *FAKE, "--api-key", KEY) as server:
         page = server.get("/")
         assert page.status == 200
@@ -68,7 +68,7 @@ def test_it_is_self_contained() -> None:
     assert "unsafe" not in CONTENT_SECURITY_POLICY
 
 
-def test_every_id_a_script_looks_for_is_there() -> None:
+def test_every_id_used_by_a_script_exists() -> None:
     files = page_files()
     there = set(re.findall(r'\bid="([\w-]+)"', files["index.html"].decode()))
     scripts = "".join(data.decode() for name, data in files.items() if name.endswith(".js"))
@@ -87,7 +87,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(window: Browser) -> Browser:
-    """One for all tests; none sees what the one before left."""
+    """One browser for all tests, reset between them."""
     window.open("about:blank")
     window.look(1280, 900)
     window.complaints()
@@ -104,7 +104,7 @@ def count(browser: Browser, state: str) -> int:
 
 
 def check_layout(browser: Browser) -> None:
-    """Nothing is wider than the window, in any size and scheme, and dark is dark."""
+    """Check that nothing is wider than the window, in all sizes and schemes, and that the dark scheme is dark."""
     papers = set()
     for width, height in SIZES:
         for scheme in ("light", "dark"):
@@ -118,8 +118,7 @@ def check_layout(browser: Browser) -> None:
     browser.look(1280, 900)
 
 
-# The page leaves it to the model how to choose tokens; here the answers have to be the same each time. What is to be
-# seen while it runs is longer than the page asks for.
+# The page uses the model's sampling defaults; the tests need the same answers each time, and longer ones to observe.
 GREEDY = """
 window.asked = [];
 const real = window.fetch;
@@ -162,13 +161,13 @@ def test_real_traffic_on_the_real_model(browser: Browser, default_model: Path) -
         browser.type("#text", "What is the capital of France?")
         browser.click("#send")
         browser.wait("it answers", lambda: "Paris" in browser.text("#log"))
-        told = browser.wait("the cache is explained", lambda: browser.text("#log .cache"))
-        assert "prompt tokens come from the cache" in told
+        explanation = browser.wait("the cache is explained", lambda: browser.text("#log .cache"))
+        assert "prompt tokens come from the cache" in explanation
         browser.type("#text", "And of Italy?\n")  # Enter sends
         second = "return document.querySelectorAll('#log .cache').length > 1"
         browser.wait("a second answer", lambda: browser.run(second))
         again = browser.run("return [...document.querySelectorAll('#log .cache')].at(-1).textContent")
-        assert re.match(r"\d+ of \d+ prompt tokens come from the cache", again)  # the first turn is cached by now
+        assert re.match(r"\d+ of \d+ prompt tokens come from the cache", again)  # the first turn is cached
 
         assert (
             browser.run("return asked")
@@ -186,7 +185,7 @@ def eight_siblings(browser: Browser, server: Server) -> None:
 
     browser.click("#siblings")
     eventually(lambda: max_holders() == 8, "eight hold one block")
-    with throttled(server.worker_pid):  # and still do when they are looked at
+    with throttled(server.worker_pid):  # so that they still run when the page is checked
         browser.wait("eight hold one block", lambda: "up to 8 hold one" in browser.text("#map-note"))
         assert count(browser, "shared") > 10
         point_at_shared(browser)
@@ -206,11 +205,11 @@ def eight_siblings(browser: Browser, server: Server) -> None:
     assert bill is not None, browser.text("#log")
     one, every, computed, shared = (int(text.replace(",", "")) for text in bill.groups())
     assert 8 * one == every == computed + shared
-    assert one <= computed < one + 8 * 8  # the prompt once, and the last token of each
+    assert one <= computed < one + 8 * 8  # the prompt once, and the last token of each sibling
 
 
 def point_at_shared(browser: Browser) -> None:
-    """Move the pointer over the map until a shared block is under it: the map knows its colours, not we."""
+    """Move the pointer over a shared block, found by its colour."""
     script = """
     const canvas = document.getElementById("map");
     const colour = getComputedStyle(document.querySelector(".swatch.shared")).backgroundColor;
@@ -243,7 +242,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tiny_model: P
         browser.open(server.url)
         browser.wait("it asks", lambda: browser.run("return !document.getElementById('key-form').hidden"))
         assert not is_open(browser)
-        assert "tiny" not in browser.text("body")  # nothing is told before
+        assert "tiny" not in browser.text("body")  # nothing is shown before
         browser.type("#key", "sk-wrong-0000001\n")
         browser.wait("a wrong one is refused", lambda: "not known" in browser.text("#key-note"))
         assert not is_open(browser)
@@ -256,10 +255,10 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, tiny_model: P
         stack.enter_context(server.send_request(body))
         counted = "1 request more, of other keys"
         browser.wait("another key's request is counted", lambda: counted in browser.text("#requests-note"))
-        assert "req_" not in browser.text("#requests")  # and no more
+        assert "req_" not in browser.text("#requests")  # without request ids
         browser.open(server.url)
         browser.wait("the tab still has it", lambda: is_open(browser))
-        refused = [text for text in browser.complaints() if "401" not in text]  # the browser itself says so of a 401
+        refused = [text for text in browser.complaints() if "401" not in text]  # the browser itself logs a 401
         assert refused == []
         browser.run("sessionStorage.clear()")
 
@@ -312,7 +311,7 @@ window.fetch = async (path, more) => {
 
 
 def thoughts_and_calls(browser: Browser) -> None:
-    """No model here thinks, so the browser itself makes up the answers."""
+    """No test model has reasoning, so a script in the browser makes up the answers."""
 
     def say(text: str, number: int) -> str:
         browser.type("#text", text + "\n")
@@ -335,7 +334,7 @@ def thoughts_and_calls(browser: Browser) -> None:
 
 
 @needs_browser
-def test_it_comes_back_with_the_server_and_shows_names_as_text(browser: Browser, tiny_model: Path) -> None:
+def test_it_reconnects_and_shows_names_as_text(browser: Browser, tiny_model: Path) -> None:
     evil = "<img src=x onerror=alert(1)>"
     with serving(str(tiny_model), *FAKE, "--served-model-name", evil) as first:
         browser.open(first.url)
@@ -365,7 +364,7 @@ def test_a_hundred_thousand_blocks_are_drawn_in_cells(browser: Browser, tiny_mod
         browser.wait(
             "the map is whole", lambda: "100,000 blocks of 32 tokens · 50 blocks a cell" in browser.text("#map-note")
         )
-        browser.run("dispatchEvent(new Event('resize')); return 1")  # draws all of it
+        browser.run("dispatchEvent(new Event('resize')); return 1")  # redraws the whole map
         browser.run("document.getElementById('map').focus()")
         for key in ("\ue014", "\ue014"):  # arrow right, twice: the second cell
             browser.type("#map", key)

@@ -1,4 +1,4 @@
-"""Finds the fields of a body that the server does not know, at any depth."""
+"""Finds fields of a body that its type does not define, at any depth."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from msgspec import inspect
 
 
 def unknown_fields(value: Any, kind: type[msgspec.Struct]) -> dict[str, list[str]]:
-    """Paths like `messages[2].cache_control` that the struct and the structs in it do not know.
+    """Return the paths of unknown fields, such as `messages[2].cache_control`.
 
-    By the path without numbers, `messages[].cache_control`: the first place that has it, and of tools every place,
-    because a tool may be left out as a whole.
+    The keys are paths without numbers, `messages[].cache_control`. The values are the first occurrence, and for
+    tools every occurrence, because a tool may be ignored as a whole.
     """
     found: dict[str, list[str]] = {}
     _walk(value, _shape(kind), "", found)

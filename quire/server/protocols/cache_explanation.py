@@ -1,4 +1,4 @@
-"""What the cache gave a prompt, as clients see it: numbers, and a sentence for people."""
+"""JSON view of a cache explanation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 from quire.core.prefix import CacheExplanation, StopReason
 from quire.text.excerpt import Excerpt
 
-# What follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
+# Follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
 _WHY = {
     StopReason.COMPLETE: ", all that can: the last one is always computed.",
     StopReason.DIVERGED: "; from token {at} on something else is cached: your prompt differs there.",
@@ -33,11 +33,11 @@ class CacheView(msgspec.Struct):
     matched_tokens: Annotated[int, Meta(description="Tokens of the prompt that come from the cache.")]
     matched_blocks: Annotated[int, Meta(description="Full blocks among them.")]
     prompt_tokens: int
-    stopped_at: Annotated[int | None, Meta(description="The first token not reused; null where all that can be are.")]
+    stopped_at: Annotated[int | None, Meta(description="The first token that is not reused; null if all are.")]
     reason: Annotated[
         str,
         Meta(
-            description="Why matching went no further.",
+            description="Why the cache match ended.",
             extra_json_schema={"enum": [reason.value for reason in StopReason]},
         ),
     ]
@@ -68,7 +68,7 @@ def _quote(reason: StopReason, text: Excerpt | None) -> str:
 
 
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:
-    """True of what was and of what would be: a dry run says it too."""
+    """Worded so that it is true of a request and of a dry run."""
     how_many = f"{explanation.num_tokens:,}" if explanation.num_tokens else "None"
     unit = "token comes" if prompt_tokens == 1 and explanation.num_tokens else "tokens come"
     why = _WHY[explanation.reason].format(at=f"{explanation.stopped_at:,}")

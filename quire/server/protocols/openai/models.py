@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: an entry for every name a model has."""
+"""GET /v1/models and /v1/models/{model}: one entry per model name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def list_models(context: RequestContext) -> Response:
 
 
 async def get_model(context: RequestContext) -> Response:
-    """The route takes the rest of the path: names of models have slashes."""
+    """The name is the rest of the path: model names may have slashes."""
     name = context.request.path_params["model"]
     if not name:
         raise ApiError(Kind.NOT_FOUND, "there is nothing at '/v1/models/'; did you mean GET /v1/models?")
@@ -43,7 +43,7 @@ async def get_model(context: RequestContext) -> Response:
 
 async def model_entries(model: models.Model) -> list[Model]:
     if model.max_model_len is None:
-        with suppress(QuireError):  # its next load says why
+        with suppress(QuireError):  # loading the model reports the cause
             await model.measure()
     return [
         Model(

@@ -1,4 +1,4 @@
-"""What both bodies have in common, in the engine's terms."""
+"""Parses the fields that all OpenAI bodies share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from quire.server.inference_request import (
     priority_of,
 )
 from quire.server.protocols.openai import other_servers
-from quire.server.protocols.openai.support import refuse_unsupported
 from quire.server.protocols.openai.tools import parse_shape
 from quire.server.protocols.openai.types import RETENTIONS_S, SERVICE_TIERS, TTLS_S, GenerationBody
+from quire.server.protocols.support import refuse_unsupported
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _SYNONYMS = (
 NO_LIMIT = -1  # max_tokens of llama.cpp
 _MAX_KEY_DIGITS = 10  # of a token id
 
-# Ours -> theirs, where an error of ours begins with a field.
+# quire's field -> OpenAI's field, in errors that begin with a field.
 NAMES = {
     "include_stop": "include_stop_str_in_output",
     "skip_special": "skip_special_tokens",
@@ -43,8 +43,8 @@ NAMES = {
 
 
 @contextmanager
-def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
-    """An error that begins with one of our fields begins with the client's name of it."""
+def protocol_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field at the beginning of an InvalidRequest to the protocol's name."""
     try:
         yield
     except InvalidRequest as error:
@@ -63,7 +63,7 @@ def params_of(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
 ) -> GenerationParams:
-    """`max_tokens`: the newest of the fields that say it, but llama.cpp's. `may_be_empty`: it may be 0."""
+    """`max_tokens`: the value of the newest field that sets it, except n_predict. `may_be_empty`: it may be 0."""
     refuse_unsupported(body, other_servers.REFUSED)
     _refuse_contradictions(body)
     names: dict[str, str] = {}
@@ -75,10 +75,10 @@ def params_of(
         max_tokens, names["max_tokens"] = body.n_predict, "n_predict"
     if penalty is None and body.repeat_penalty is not None:
         penalty, names["repetition_penalty"] = body.repeat_penalty, "repeat_penalty"
-    with in_their_words(names):
+    with protocol_field_names(names):
         if max_tokens is not None and max_tokens < 1 and max_tokens != NO_LIMIT and (max_tokens or not may_be_empty):
-            more = "; completions take 0" if max_tokens == 0 else ""
-            raise InvalidRequest(f"max_tokens = {max_tokens} is not at least 1, or -1 for no limit{more}")
+            more = "; only completions accept 0" if max_tokens == 0 else ""
+            raise InvalidRequest(f"max_tokens = {max_tokens} is not at least 1 or -1 (no limit){more}")
         return GenerationParams(
             temperature=body.temperature,
             top_k=0 if body.top_k == -1 else body.top_k,
@@ -88,7 +88,7 @@ def params_of(
             presence_penalty=_or(body.presence_penalty, 0.0) if is_penalized else 0.0,
             frequency_penalty=_or(body.frequency_penalty, 0.0) if is_penalized else 0.0,
             logit_bias=_biases(body.logit_bias or {}),
-            seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
+            seed=None if body.seed == -1 else body.seed,  # -1: no seed, as in vLLM and llama.cpp
             n=_or(body.n, 1),
             max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
             min_tokens=_or(body.min_tokens, 0),
@@ -103,7 +103,7 @@ def params_of(
         )
 
 
-def ask_of(
+def make_request(
     body: GenerationBody,
     prompts: tuple[Prompt, ...],
     params: GenerationParams,
@@ -124,7 +124,7 @@ def ask_of(
         cache_salt=body.cache_salt or "",
         cache_key=None if mode == "explicit" else body.prompt_cache_key,
         cache_ttl_s=cache_ttl_s(body),
-        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old marks; the latest count
+        breakpoints=breakpoints[-MAX_BREAKPOINTS:],  # a conversation keeps its old breakpoints; the last ones count
         wants_cache=_or(body.cache, False),
         ignored=tuple(_ignored(body)),
     )
@@ -177,7 +177,7 @@ def _limits(body: GenerationBody) -> dict[str, int]:
 
 
 def cache_ttl_s(body: GenerationBody) -> float:
-    """prompt_cache_options.ttl, the newer field, goes before prompt_cache_retention."""
+    """prompt_cache_options.ttl, the newer field, overrides prompt_cache_retention."""
     retention_s = _choose("prompt_cache_retention", body.prompt_cache_retention, RETENTIONS_S, DEFAULT_TTL_S)
     if body.prompt_cache_options is None:
         return retention_s
@@ -188,7 +188,7 @@ def ttl_s(field: str, value: str | None, default_s: float) -> float:
     return _choose(field, value, TTLS_S, default_s)
 
 
-def says_usage_always(body: GenerationBody) -> bool:
+def has_continuous_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and _or(body.stream_options.continuous_usage_stats, False)
 
 
@@ -210,7 +210,7 @@ def _choose(field: str, value: str | None, table: Mapping[str, T], default: T) -
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """JSON has no numbers for keys."""
+    """Convert the keys to token ids: JSON has no number keys."""
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_KEY_DIGITS):
             raise InvalidRequest(f"logit_bias[{key[:40]!r}] is not a token id")

@@ -1,0 +1,172 @@
+"""Schema keywords that are not enforced: named in a header by every protocol, and refused with `strict`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.rig import FAKE, Server, serving
+
+HEADER = "x-quire-unenforced"
+SAY: Any = [{"role": "user", "content": "Hi"}]
+SHORT = {"type": "string", "maxLength": 4}
+GOOD = {"type": "object", "properties": {"a": SHORT}, "required": ["a"]}
+ODD = {
+    "type": "object",
+    "properties": {
+        "mail": {"type": "string", "maxLength": 4, "pattern": "^(?!x)"},
+        "tags": {"type": "array", "maxItems": 2, "items": SHORT, "uniqueItems": True},
+        "kind": {"type": "any"},
+        "far": {"$ref": "https://example.com/schema"},
+    },
+    "required": ["mail"],
+}
+NAMED = ["properties.mail.pattern", "properties.tags.uniqueItems", "properties.kind.type", "properties.far.$ref"]
+# Enforceable, but refused by the compiler: no string satisfies both lengths.
+BROKEN = {"type": "object", "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE) as server:
+        yield server
+
+
+def chat_tool(name: str, schema: Any, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+def chat(**fields: Any) -> tuple[str, Any]:
+    return "/v1/chat/completions", {"messages": SAY, "max_tokens": 4, **fields}
+
+
+def completion(**fields: Any) -> tuple[str, Any]:
+    return "/v1/completions", {"prompt": "Hi", "max_tokens": 4, **fields}
+
+
+def response(**fields: Any) -> tuple[str, Any]:
+    return "/v1/responses", {"input": "Hi", "max_output_tokens": 4, **fields}
+
+
+def message(**fields: Any) -> tuple[str, Any]:
+    return "/v1/messages", {"model": "tiny", "messages": SAY, "max_tokens": 4, **fields}
+
+
+def form(schema: Any, **more: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+ASKS: list[tuple[str, tuple[str, Any]]] = [
+    ("response_format.json_schema.schema", chat(response_format=form(ODD))),
+    ("response_format.json_schema.schema", completion(response_format=form(ODD))),
+    ("structured_outputs.json", chat(structured_outputs={"json": ODD})),
+    ("guided_json", completion(guided_json=ODD)),
+    ("tools[1].function.parameters", chat(tools=[chat_tool("good", GOOD), chat_tool("odd", ODD)])),
+    ("text.format.schema", response(text={"format": {"type": "json_schema", "name": "x", "schema": ODD}})),
+    ("tools[0].parameters", response(tools=[{"type": "function", "name": "odd", "parameters": ODD}])),
+    ("output_config.format.schema", message(output_config={"format": {"type": "json_schema", "schema": ODD}})),
+    ("tools[0].input_schema", message(tools=[{"name": "odd", "input_schema": ODD}])),
+]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("field", "ask"), ASKS, ids=[f"{ask[0]} {field}" for field, ask in ASKS])
+def test_the_header_names_what_is_not_enforced(
+    server: Server, field: str, ask: tuple[str, Any], is_streaming: bool
+) -> None:
+    path, body = ask
+    answer = server.post(path, {**body, "stream": is_streaming})
+    assert answer.status == 200, answer.body
+    assert answer.headers[HEADER].split(", ") == [f"{field}.{name}" for name in NAMED]
+
+
+STRICT: list[tuple[str, tuple[str, Any]]] = [
+    ("response_format.json_schema.schema", chat(response_format=form(ODD, strict=True))),
+    ("tools[1].function.parameters", chat(tools=[chat_tool("good", GOOD), chat_tool("odd", ODD, strict=True)])),
+    ("tools[0].parameters", response(tools=[{"type": "function", "name": "o", "parameters": ODD, "strict": True}])),
+    ("tools.0.input_schema", message(tools=[{"name": "odd", "input_schema": ODD, "strict": True}])),
+    ("structured_outputs.json", completion(structured_outputs={"json": ODD, "strict": True})),
+    (
+        "output_config.format.schema",
+        message(output_config={"format": {"type": "json_schema", "schema": ODD, "strict": True}}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "ask"), STRICT, ids=[f"{ask[0]} {field}" for field, ask in STRICT])
+def test_strict_refuses_by_keyword_and_path(server: Server, field: str, ask: tuple[str, Any]) -> None:
+    answer = server.post(*ask)
+    assert answer.status == 400
+    message = answer.json["error"]["message"]
+    assert message == f"{field}.properties.mail.pattern cannot be enforced: a look-around is not supported"
+
+
+def test_a_fully_enforced_schema_has_no_header(server: Server) -> None:
+    answer = server.post(*chat(response_format=form(GOOD, strict=True), tools=[chat_tool("good", GOOD, strict=True)]))
+    assert answer.status == 200, answer.body
+    assert HEADER not in answer.headers
+    unused = server.post(*chat(tools=[chat_tool("odd", ODD, strict=True)], tool_choice="none"))
+    assert unused.status == 200, unused.body
+    assert HEADER not in unused.headers
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_tool_that_does_not_compile_accepts_any_arguments(server: Server, is_streaming: bool) -> None:
+    tools = [chat_tool("good", GOOD, strict=True), chat_tool("broken", BROKEN)]
+    answer = server.post(*chat(tools=tools, stream=is_streaming))
+    assert answer.status == 200, answer.body
+    assert answer.headers[HEADER] == "tools[1].function.parameters"
+
+
+def test_many_tools_that_do_not_compile_are_freed_together(server: Server) -> None:
+    tools = [{"name": f"broken_{i}", "input_schema": BROKEN} for i in range(5)]
+    answer = server.post(*message(tools=tools))
+    assert answer.status == 200, answer.body
+    assert set(answer.headers[HEADER].split(", ")) == {f"tools[{i}].input_schema" for i in range(5)}
+
+
+def test_a_schema_that_does_not_compile_is_refused_without_loose_tools(server: Server) -> None:
+    answer = server.post(*chat(tools=[chat_tool("broken", BROKEN, strict=True), chat_tool("good", GOOD)]))
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == "tools[0].function.parameters"
+    answer = server.post(*chat(tools=[chat_tool("good", GOOD)], response_format=form(BROKEN)))
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == "response_format.json_schema.schema"
+
+
+def wide(num_arrays: int) -> Any:
+    """A schema whose rewritten form grows by some 9,000 characters with each array."""
+    items = {"enum": [letter * 40 for letter in "abcd"]}
+    array = {"type": "array", "items": items, "uniqueItems": True}
+    return {"type": "object", "properties": {f"p{i}": array for i in range(num_arrays)}}
+
+
+def test_the_largest_loose_tools_are_freed_if_all_are_too_large(server: Server) -> None:
+    tools = [chat_tool("a", wide(2)), chat_tool("b", wide(3)), chat_tool("c", {**wide(3), "required": ["p0"]})]
+    answer = server.post(*chat(tools=tools))
+    assert answer.status == 200, answer.body
+    assert answer.headers[HEADER] == "tools[2].function.parameters"
+    answer = server.post(*chat(tools=[chat_tool(name, wide(3), strict=True) for name in "abc"]))
+    assert answer.status == 400
+    message = answer.json["error"]["message"]
+    assert message.startswith("tools: their schemas are too large in total: ")
+    assert message.endswith(" characters after rewriting, more than 65536")
+
+
+def test_errors_of_answer_formats_are_complete_sentences(server: Server) -> None:
+    answer = server.post(*chat(response_format=form({"enum": ["x" * 70_000]})))
+    message = "response_format.json_schema.schema: it has 70014 characters, more than 65536"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
+    answer = server.post(*chat(guided_json="{"))
+    message = "guided_json: this is neither a schema nor the JSON text of one"
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
+
+
+def test_a_long_list_of_names_ends_with_dots(server: Server) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"format": "x"} for i in range(30)}}
+    names = server.post(*chat(response_format=form(schema))).headers[HEADER].split(", ")
+    assert names[0] == "response_format.json_schema.schema.properties.p0.format"
+    assert (len(names), names[-1]) == (17, "...")
