@@ -240,7 +240,7 @@ def test_unsupported_fields_of_generate(name: str) -> None:
 @pytest.mark.parametrize("ask", [chat_ask, generate_ask])
 def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[..., Any]) -> None:
     for name in ("structured_outputs", "response_format", "grammar", "guided_json", "regex"):
-        with pytest.raises(ApiError, match=f"^{name} is not supported: format says here what the answer must look"):
+        with pytest.raises(ApiError, match=f"^{name} is not supported: use format: json, or a JSON schema"):
             ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
     ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
 
