@@ -73,6 +73,7 @@ MAX_PATIENCE_S = 300.0  # and no more: the SDKs give up after 600 s, and a hang 
 WARM_UP_TOKENS = 8  # of the prompt
 WARM_UP_ANSWER = 2
 MAX_LOOKED_AT = 500  # blocks at once, by the map or an audit: one to two milliseconds
+MAX_HELD_BLOCKS = 2000  # shown one by one on the map
 QUESTIONS = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # change nothing in the core
 
 log = logging.getLogger(__name__)
@@ -367,6 +368,7 @@ class Worker:
                 max_holders=found.max_holders,
                 num_pending=found.num_pending,
                 running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+                held=found.held_runs(MAX_HELD_BLOCKS),
             )
         )
 

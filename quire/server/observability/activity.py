@@ -22,6 +22,13 @@ class Ttft(NamedTuple):
     p95_s: float
 
 
+class Finished(NamedTuple):
+    """A request that has ended, and when: seconds since 1970."""
+
+    at: float
+    record: RequestRecord
+
+
 class ActivityCounters:
     """Totals since the model was loaded; whoever wants rates looks twice."""
 
@@ -29,6 +36,7 @@ class ActivityCounters:
         self.num_computed_tokens = 0  # prompts and answers
         self.num_generated_tokens = 0
         self._clock = clock
+        self.recent: deque[Finished] = deque(maxlen=MAX_RECENT)  # newest last; a key sees its own, so not only 32
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # when it ended, its TTFT
 
     @property
@@ -43,6 +51,7 @@ class ActivityCounters:
             self.num_generated_tokens += len(output.tokens)
 
     def finished(self, record: RequestRecord) -> None:
+        self.recent.append(Finished(time.time(), record))
         if record.ttft_s is not None:
             self._ttfts.append((self._clock(), record.ttft_s))
 
