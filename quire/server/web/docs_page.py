@@ -1,7 +1,7 @@
-"""The page at `/docs`: one file that shows `openapi.json`, which it looks for beside itself.
+"""The page at `/docs`: one file that shows `openapi.json`, loaded from the same directory.
 
-It loads nothing else and runs nothing else: the policy below names its one script and its one style by their digests.
-Serve it without asking for a key: a browser cannot bring one, and the page tells nothing before it was given one.
+It loads and runs nothing else: the policy below names its one script and its one style by their digests. The page itself
+needs no key, since a browser cannot send one with the address; it asks for a key if `openapi.json` requires one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.server.web.static import static_headers
 
 
 def _digests(tag: str, page: str) -> str:
-    """Of what stands between the tags, to the letter: that is what a browser digests."""
+    """CSP sources of the text between the tags, exactly as a browser digests it."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 
