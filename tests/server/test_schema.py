@@ -344,7 +344,7 @@ def test_the_page_shows_every_route_field_and_a_command(document: dict[str, Any]
 @needs_node
 def test_the_page_asks_for_a_key_and_uses_it(document: dict[str, Any], tmp_path: Path) -> None:
     page = shown(document, tmp_path, key="it's-a-key")
-    assert "wants a key" in page["before"]
+    assert "requires an API key" in page["before"]
     assert page["asked"][1] == ["openapi.json", {"Authorization": "Bearer it's-a-key"}]
     commands = [one for one in texts(page["main"]) if one.startswith("curl ")]
     assert any("-H 'Authorization: Bearer it'\\''s-a-key'" in one for one in commands)
