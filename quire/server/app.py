@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from quire import __version__
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
+from quire.server.admin import requests as admin_requests
 from quire.server.auth import KeyRing, presented
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
@@ -71,6 +73,8 @@ from quire.server.protocols.openai.types import (
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
+
+PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # of no public DNS
 
 
 class Access(Enum):
@@ -205,6 +209,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
     ),
     Endpoint(
+        "GET", "/v1/requests", admin_requests.list_requests,
+        "The requests in progress: all of them for an admin key, its own for any other.",
+        answer=admin_requests.RequestList, tag="requests",
+    ),
+    Endpoint(
+        "POST", "/v1/requests/{request_id}/cancel", admin_requests.cancel_request,
+        "Cancel a request in progress: any for an admin key, its own for any other.",
+        answer=admin_requests.CancelledRequest, tag="requests",
+    ),
+    Endpoint(
         "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,
     ),
     Endpoint(
@@ -240,7 +254,8 @@ class Gate:
 
     keys: KeyRing
     allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
+    allowed_hosts: tuple[str, ...] = ()  # in addition to this machine's; checked only where there are no keys
+    is_local: bool = True  # only this machine can reach it; else addresses and private names are allowed too
 
     def check(self, context: RequestContext, access: Access) -> None:
         headers = context.request.headers
@@ -267,9 +282,11 @@ class Gate:
             text = f"requests from pages of {origin!r:.80} are not allowed; see --allowed-origins"
             raise ApiError(Kind.PERMISSION, text, reason="origin")
         name = _split(f"//{host}").hostname or ""
-        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not _is_local(name):
-            text = f"Host = {host!r:.80} is not this machine, and there is no API key"
-            raise ApiError(Kind.PERMISSION, f"{text}; see --api-key and --allowed-hosts", reason="host")
+        is_known = _is_local(name) or (not self.is_local and _is_private(name))
+        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not is_known:
+            text = f"Host = {host!r:.80} is not a name of this machine, and there is no API key: "
+            hint = f"start the server with --allowed-hosts {name:.80}, or with --api-key"
+            raise ApiError(Kind.PERMISSION, text + hint, reason="host")
 
 
 def _split(url: str) -> SplitResult:
@@ -286,6 +303,20 @@ def _is_local(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _is_private(name: str) -> bool:
+    """An address, this machine's own name, or a name that no public DNS server can point here.
+
+    A web page reaches a server behind its visitor's firewall by a public name that it lets point there.
+    """
+    if "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or name == socket.gethostname().lower():
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Path:

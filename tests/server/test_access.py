@@ -161,6 +161,24 @@ def test_only_an_admin_may_change_the_cache_or_move_models(locked: Server) -> No
     assert locked.post(CHAT, GOOD[CHAT], headers={"authorization": f"Bearer {ADMIN}"}).status == 200
 
 
+def test_an_explanation_quotes_the_prompt_of_its_caller_only(locked: Server) -> None:
+    """Alice's secret is cached; her next prompt diverges from it. What is quoted is what she has just sent."""
+    mine = {"authorization": f"Bearer {ALICE}"}
+    body = {"messages": [{"role": "user", "content": "The password is SESAME, " * 8}], "max_tokens": 1}
+    assert locked.post(CHAT, body, headers=mine).status == 200
+    asked = {"messages": [{"role": "user", "content": "The password is a secret"}]}
+    found = locked.post("/v1/cache/explain", asked, headers=mine).json
+    assert found["reason"] == "diverged"
+    assert found["stopped_text"]["before"].endswith("The password is ")
+    assert found["stopped_text"]["after"].startswith("a secret")
+    assert 'The password is " and "a secret' in found["message"]
+    assert "SESAME" not in str(found)
+    answer = locked.post(CHAT, {**asked, "max_tokens": 1, "cache": True}, headers=mine).json
+    assert answer["cache"]["stopped_text"] == found["stopped_text"]
+    other = locked.post("/v1/cache/explain", asked, headers={"authorization": f"Bearer {BOB}"}).json
+    assert (other["reason"], other["stopped_at"]) != ("diverged", found["stopped_at"])
+
+
 # Browsers
 
 FOREIGN_HOSTS = (
@@ -250,6 +268,38 @@ def test_all_addresses_with_a_key_are_fine(tiny_model: Path) -> None:
         assert server.get("/health").status == 200
         assert server.get("/v1/models").status == 401
         assert server.get("/v1/models", headers={"x-api-key": ALICE, "host": "box.example"}).status == 200
+
+
+def test_all_addresses_without_a_key_answer_to_addresses_and_private_names(tiny_model: Path) -> None:
+    options = ("--host", "0.0.0.0", "--insecure", "--allowed-hosts", "Box.example")
+    name = socket.gethostname()
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        good = (
+            "127.0.0.1",
+            "192.168.1.7:8000",
+            "[fe80::1]:8000",
+            name,
+            f"{name}:80",
+            "box",
+            "box.local",
+            "BOX.example:1",
+        )
+        for host in good:
+            for path in ("/docs", "/openapi.json", "/", "/v1/models"):
+                assert server.get(path, headers={"host": host}).status == 200, (host, path)
+        for host in ("evil.example", "192.168.1.7.evil.example", "box.local.evil.example", "localhost.evil.example"):
+            answer = server.get("/v1/models", headers={"host": host})
+            assert refused(answer, 403), host
+            hint = f"start the server with --allowed-hosts {host}, or with --api-key"
+            assert hint in answer.json["error"]["message"]
+        assert server.get("/v1/models", headers={"host": "box", "origin": "http://evil.example"}).status == 403
+
+
+def test_a_keyless_server_shows_its_endpoints_without_a_key(open_server: Server) -> None:
+    page = open_server.get("/docs").body.decode()
+    assert '<a href="./">' in page  # back to the page of the server
+    assert 'id="form" class="row" hidden' in page  # the key is asked for when the server wants one
+    assert open_server.get("/openapi.json").status == 200
 
 
 # Tenants

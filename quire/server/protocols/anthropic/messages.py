@@ -144,7 +144,8 @@ class Reply:
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
         parser = self._active.new_parser()
-        content = blocks_of([*parser.push(text), *parser.finish()], shows_thoughts=self._shows_thoughts)
+        pieces = [*parser.push(text), *parser.finish(is_cut=finish is FinishReason.LENGTH)]
+        content = blocks_of(pieces, shows_thoughts=self._shows_thoughts)
         end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
         return self._message(content if self._max_tokens else [], end, self._cache())
 
@@ -161,7 +162,7 @@ class Reply:
             last = batch[-1][1]
             if last.finish_reason is not None:
                 finish, stop = last.finish_reason, last.stop
-                pieces += parser.finish()
+                pieces += parser.finish(is_cut=finish is FinishReason.LENGTH)
             if self._max_tokens and (news := blocks.take(pieces)):
                 yield b"".join(map(event, news))
         reason = self._stop(finish, stop, has_calls=blocks.has_calls)
@@ -221,7 +222,7 @@ class Reply:
         explanation = self._active.cache
         if not self._active.request.wants_cache or explanation is None:
             return UNSET
-        return view(explanation, self._active.usage.prompt_tokens)
+        return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
 
 
 def event(news: Event) -> bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET
 
+from quire.core.request import FinishReason
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
@@ -240,7 +241,7 @@ class ChatChoices:
         parser = self._parsers[index]
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
+            pieces += parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
         for piece in pieces:
             if isinstance(piece, CallStart):
                 self._arguments[index] = ""
@@ -286,7 +287,8 @@ def whole_chat(
     choices: list[ChatChoice] = []
     for one in (one for output in outputs for one in output.completions):
         parser = new_parser()
-        message = _answer_message([*parser.push(one.text), *parser.finish()])
+        is_cut = one.finish_reason is FinishReason.LENGTH
+        message = _answer_message([*parser.push(one.text), *parser.finish(is_cut=is_cut)])
         logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
         arguments = message.tool_calls[-1].function.arguments if message.tool_calls else None
         reason = _reason(finish_reason(one.finish_reason, one.error), arguments)
