@@ -1,7 +1,7 @@
 """The page at `/docs`: one file that shows `openapi.json`, loaded from the same directory.
 
-It loads and runs nothing else: the policy below names its one script and its one style by their digests. The page itself
-needs no key, since a browser cannot send one with the address; it asks for a key if `openapi.json` requires one.
+It loads and runs nothing else: the policy below names its one script and its one style by their digests. The page
+itself needs no key, since a browser cannot send one with the address; it asks for one if `openapi.json` requires it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page at `/`: static files in this directory, a chat and a live view of `/v1/watch`.
 
-The files need no key: a browser cannot send one before a page has asked for it, and the files contain nothing about this
-server. The policy lets the page run these files and connect to this server, and nothing else.
+The files need no key: a browser cannot send one before a page has asked for it, and the files contain nothing about
+this server. The policy lets the page run these files and connect to this server, and nothing else.
 """
 
 from __future__ import annotations
