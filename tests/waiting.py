@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-HANG_S = 300.0  # bounds a hang, and nothing else: pytest ends a test after 600 s
+HANG_S = 60.0  # bounds a hang, and nothing else: pytest ends a test after 600 s
 
 
 def eventually(is_so: Callable[[], T], what: str, limit_s: float = HANG_S) -> T:

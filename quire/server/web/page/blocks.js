@@ -1,5 +1,5 @@
-// The block map: a canvas of cells. If the pool is too large to draw each block, it shows the blocks in use, one a cell;
-// the whole pool is a click away, with neighbours together in a cell.
+// The block map: a canvas of cells. It shows the whole pool, or only the blocks in use, one a cell and with the number of
+// requests that hold them. Of a pool too large to draw each block it first shows those in use.
 import { byId, make, num, plural, setText } from "./dom.js";
 import { ask } from "./net.js";
 
@@ -11,7 +11,7 @@ const STATES = [
   ["free", "free", "empty"],
 ];
 const GAP = 1;
-const MIN_PITCH = 3, BLOCK_PITCH = 8, MAX_PITCH = 20; // pixels; a block drawn alone has BLOCK_PITCH or more
+const MIN_PITCH = 3, BLOCK_PITCH = 8, MAX_PITCH = 26; // pixels; a block drawn alone has BLOCK_PITCH or more
 const COUNT_PITCH = 13; // from here on the number of holders fits
 const FADED = 0.25; // blocks not held by the request that is pointed at
 const LOOK_MS = 150; // between two requests for what is under the pointer
@@ -22,7 +22,7 @@ const detail = byId("detail");
 let model = null; // the name of the model shown
 let blocks = null; // of the last snapshot
 let cells = []; // { first, size, holders, and blocks by state }
-let wantsPool = false; // the user has chosen to see the whole pool
+let wantsZoom = null; // what the user has chosen; null: nothing yet
 let isZoomed = false; // the map shows blocks in use only
 let place = { pitch: 10, columns: 1 };
 let pointed = -1; // the cell that is looked at; -1: none
@@ -65,10 +65,10 @@ const expand = () => {
     return;
   }
   const isLarge = blocks.blocks_per_cell > 1 || pitchFor(blocks.num_blocks) < BLOCK_PITCH;
-  isZoomed = isLarge && !wantsPool;
+  isZoomed = wantsZoom === null ? isLarge : wantsZoom;
   cells = isZoomed ? heldCells(blocks) : poolCells(blocks);
-  byId("zoom").hidden = !isLarge;
-  byId("zoom").setAttribute("aria-pressed", String(isLarge && wantsPool));
+  byId("zoom").hidden = false;
+  setText(byId("zoom"), isZoomed ? "Whole pool" : "In use only");
 };
 
 const layOut = () => {
@@ -211,14 +211,18 @@ const showTotals = (found) => {
 };
 
 const noteOf = (found) => {
-  const parts = [plural(found.num_blocks, "block") + " of " + found.block_size + " tokens"];
   const numHeld = found.counts.in_use + found.counts.shared + found.counts.pinned;
-  if (!isZoomed) parts.push(found.blocks_per_cell === 1 ? "" : plural(found.blocks_per_cell, "block") + " a cell");
-  else if (cells.length < numHeld) parts.push(num(cells.length) + " of " + num(numHeld) + " blocks in use shown, shared ones");
-  else parts.push("blocks in use shown");
+  const parts = [];
+  if (isZoomed) {
+    parts.push(num(numHeld) + " of " + plural(found.num_blocks, "block") + " in use");
+    if (cells.length < numHeld) parts.push(num(cells.length) + " shared ones shown");
+  } else {
+    parts.push(plural(found.num_blocks, "block") + " of " + found.block_size + " tokens");
+    if (found.blocks_per_cell > 1) parts.push(plural(found.blocks_per_cell, "block") + " a cell");
+  }
   if (found.max_holders > 1) parts.push("shared by up to " + num(found.max_holders));
   if (found.num_pending) parts.push(num(found.num_pending) + " not read yet");
-  return parts.filter(Boolean).join(" · ");
+  return parts.join(" · ");
 };
 
 const update = () => {
@@ -258,7 +262,7 @@ canvas.addEventListener("keydown", (event) => {
   point(Math.max(0, Math.min(cells.length - 1, pointed < 0 ? 0 : pointed + steps[event.key])));
 });
 byId("zoom").addEventListener("click", () => {
-  wantsPool = !wantsPool;
+  wantsZoom = !isZoomed;
   pointed = -1;
   update();
 });

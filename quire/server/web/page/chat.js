@@ -36,7 +36,7 @@ const problemOf = () => {
 const noteSettings = () => {
   const { system, temperature, max_tokens: most } = chat.settings;
   const parts = [system ? "system prompt" : "", "temperature " + (temperature === null ? "default" : temperature),
-    most === null ? "" : "at most " + num(most) + " tokens"];
+    most === null ? "" : num(most) + " tokens"];
   setText(byId("settings-note"), parts.filter(Boolean).join(" · "));
 };
 

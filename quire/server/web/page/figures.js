@@ -46,6 +46,7 @@ export const showFigures = (model, engine) => {
     for (const [name] of FIGURES) {
       setText(byId("figure-" + name).querySelector(".value"), "–");
       setText(byId("figure-" + name).querySelector(".note"), "");
+      for (const one of byId("figure-" + name).querySelectorAll(".line, .area")) one.setAttribute("points", "");
     }
     return;
   }

@@ -54,6 +54,7 @@ export const startHistory = (given) => {
     actions.start();
   });
   byId("history-button").addEventListener("click", () => showHistory(!document.body.classList.contains("shows-history")));
+  byId("history-close").addEventListener("click", () => showHistory(false));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") showHistory(false);
   });

@@ -54,7 +54,7 @@ export const requireKey = () => {
 
 export const acceptKey = (snapshot) => {
   byId("key-button").hidden = snapshot.key === "local"; // the server has no keys
-  setText(byId("key-button"), "Key: " + snapshot.key + (snapshot.is_admin ? " (admin)" : ""));
+  setText(byId("key-name"), ": " + snapshot.key + (snapshot.is_admin ? " (admin)" : ""));
   if (!isChecking) {
     if (byId("key-close").hidden) byId("key-form").hidden = true;
     return;
