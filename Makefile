@@ -1,9 +1,9 @@
-# The two commands a newcomer needs are `make serve` and `make test`.
+# Start with `make serve` to run a server, or `make test` to run the tests.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# PyTorch is for GPUs; a CPU does better without it: `make serve BACKEND=torch` has it all the same.
+# PyTorch is used on GPUs. On a CPU the native backend is faster; `make serve BACKEND=torch` installs PyTorch anyway.
 BACKEND ?= $(if $(wildcard /proc/driver/nvidia/version),torch,native)
 RUNTIME := $(VENV)/.runtime-$(BACKEND)
 NATIVE := quire/backends/native
@@ -12,33 +12,34 @@ PORT   ?= 8000
 ARGS   ?=
 SEEDS  ?= 2000
 PROMPTS ?= 300
-# One more than there are cores: some tests wait for servers most of the time.
+# One more than the number of cores, because some tests wait for servers most of the time.
 JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) + 1)
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients clean
+.PHONY: help install serve test check lint style format sim equality precision structured bench sanitize clients wheel docs clean
 
-help:           ## this list
+help:           ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
 
-install: $(STAMP)  ## build .venv; does nothing when it is up to date
+install: $(STAMP)  ## create .venv; does nothing if it is up to date
 
-# When only C has changed, no dependency has; and with the tools at hand pip compiles only what is new.
+# If only C sources changed, dependencies are not installed again. With the build tools installed, pip compiles only
+# changed files.
 quickly = test -e $@ && echo --no-deps; $(BIN)/python -c 'import scikit_build_core' 2>/dev/null && \
 	command -v cmake >/dev/null && echo --no-build-isolation
 
-# A venv that is missing or broken is made anew. pip builds the C library too.
+# A missing or broken venv is created again. pip also builds the C library.
 define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "quire needs Python 3.11 \
-	or newer, $(PYTHON) is %d.%d: say make PYTHON=python3.12 or the like" % v[:2])'
+	or newer, $(PYTHON) is %d.%d: try make PYTHON=python3.12" % v[:2])'
 	@for compiler in "$$CC" cc gcc clang; do command -v "$$compiler" >/dev/null && exit; done; \
 		echo "quire needs a C compiler: install gcc or clang"; exit 1
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' \
 		$(if $(filter pyproject.toml constraints.txt,$?),,$$($(quickly)))
-	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ $(VENV)/lib || true  # as pip would, on all cores
+	@$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ $(VENV)/lib || true  # like pip, but on all cores
 endef
 
 $(STAMP): EXTRAS := dev
@@ -52,13 +53,13 @@ $(RUNTIME): $(SOURCES)
 	$(install)
 	@touch $@
 
-serve: $(RUNTIME)  ## from nothing to a server with the default model and its first answer: PORT=8000 ARGS=...
+serve: $(RUNTIME)  ## install and start a server with the default model, and print a first answer: PORT=8000 ARGS=...
 	@exec $(BIN)/quire serve --port $(PORT) --hello $(ARGS)
 
-test: style     ## everything CI runs: ruff, layers, pytest with mypy among its tests and the simulator
+test: style     ## all checks of CI: ruff, import layers, and pytest, which includes mypy and the world simulation
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-check: style    ## ruff, layers, mypy and the quick tests: two minutes. Before a commit
+check: style    ## ruff, import layers, mypy and the quick tests, in two minutes: run it before a commit
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --quick
 
 lint: style     ## ruff, mypy --strict, import-linter
@@ -69,27 +70,28 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-format: $(STAMP)  ## let ruff rewrite the code
+format: $(STAMP)  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sim: $(STAMP)   ## the proof, in seeded worlds: SEEDS=5000 for that many, 100:200 for those, @77 to replay one
+sim: $(STAMP)   ## check the scheduler in seeded worlds: SEEDS=5000 runs that many, 100:200 a range, @77 replays one
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-equality: $(STAMP)  ## greedy answers of the real model, alone and in every kind of company: PROMPTS=300 BACKEND=torch
+equality: $(STAMP)  ## compare greedy answers of the real model alone and batched: PROMPTS=300 BACKEND=torch
 	@$(BIN)/python -m tests.equality --prompts $(PROMPTS) --backend $(BACKEND)
 
-precision: $(STAMP)  ## the native backend's distributions against fp32 of the same weights, at every position of a text
+precision: $(STAMP)  ## compare the native backend's distributions with fp32 of the same weights
 	@$(BIN)/python -m tests.precision
 
-structured: $(STAMP)  ## the real model's answers in the shapes of 240 JSON schemas, judged by another library
+structured: $(STAMP)  ## validate the real model's answers to 240 JSON schemas with another library
 	@$(BIN)/python -m tests.structured
 
-bench: $(STAMP)  ## the core's cost per operation and per step; `quire bench` measures a model
+bench: $(STAMP)  ## measure the core per operation and per step; `quire bench` measures a model
 	$(BIN)/python benchmarks/core.py
 
-# Python is not built with the sanitizers, so theirs come before it; what Python itself never frees is no leak.
-sanitize: $(STAMP)  ## the native backend's tests, its C under the address and undefined-behaviour sanitizers of gcc
+# Python is not built with the sanitizers, so their libraries are preloaded. Leak detection is off: Python itself does not
+# free all of its memory.
+sanitize: $(STAMP)  ## run the native backend's tests with the address and undefined-behaviour sanitizers of gcc
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/sanitize/site . \
 		--config-settings build-dir=build/sanitize/objects --config-settings cmake.build-type=Debug \
 		--config-settings cmake.define.QUIRE_SANITIZE=ON
@@ -97,10 +99,19 @@ sanitize: $(STAMP)  ## the native backend's tests, its C under the address and u
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 QUIRE_NATIVE_LIBRARY=$$(ls $(CURDIR)/build/sanitize/site/$(NATIVE)/libquire_native.*) \
 		$(BIN)/python -m pytest --capture=sys tests/$(NATIVE:quire/%=%)
 
-clients: $(STAMP)  ## clients nobody here wrote, in environments of their own, against the real server: CLIENTS="llm litellm"
+clients: $(STAMP)  ## run third-party clients, each in its own environment, with the real server: CLIENTS="llm litellm"
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
 
-clean:          ## remove what the other targets made
+docs: $(STAMP)    ## generate docs/options.md from the options of the commands
+	@$(BIN)/python -m tests.options_page
+
+wheel: $(STAMP)  ## build the wheel of this platform into dist/
+	@mkdir -p dist && rm -f dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist \
+		$$(command -v cmake >/dev/null && echo --no-build-isolation) .
+	@ls -l dist/*.whl
+
+clean:          ## remove all files created by the other targets
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
 	rm -f $(NATIVE)/libquire_native.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

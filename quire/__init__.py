@@ -1,4 +1,4 @@
-"""quire: serve language models to many people at once, from code one can read."""
+"""quire: an LLM inference engine and server for many concurrent users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "GenerationOutput", "GenerationParams", "__version__"]
 
-# Fetched when first asked for: `import quire` and `quire --help` load no engine.
+# Imported on first access, so `import quire` and `quire --help` do not load the engine.
 _PUBLIC = {
     "LLM": "quire.engine.llm",
     "GenerationOutput": "quire.engine.outputs",

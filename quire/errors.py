@@ -1,48 +1,54 @@
-"""Every error quire raises on purpose. The lowest layer: it imports nothing of quire."""
+"""All exceptions that quire raises on purpose.
+
+The lowest layer: imports nothing from quire.
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
 
-# Where a package is not called like the module it brings.
+# Module name -> package name, where they differ.
 _PACKAGES = {"yaml": "pyyaml"}
 
 
 class QuireError(Exception):
-    """The base of all of them."""
+    """Base class of all quire exceptions."""
 
 
 class InvalidRequest(QuireError, ValueError):
-    """A field of a request has a value that can never work. The message names the field and the value."""
+    """A field of a request has an invalid value. The message names the field and the value."""
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt and one answer token do not fit the context, however long one waits."""
+    """The prompt and one output token exceed the context length. A retry fails as well."""
 
 
 class QueueFull(QuireError):
-    """The waiting queue is at its bound. Trying again later may work."""
+    """The waiting queue is full. A later retry may succeed."""
 
 
 class Draining(QuireError):
-    """The scheduler finishes what it has and takes nothing new."""
+    """The scheduler is draining: it finishes current requests and rejects new ones."""
 
 
 class OutOfBlocks(QuireError):
-    """More blocks were asked for than are free. Nothing was changed."""
+    """More blocks were requested than are free. No state was changed."""
 
 
 class TraceError(QuireError, ValueError):
-    """A line of a recorded trace cannot be used. The message names the line and the field."""
+    """A line of a trace file is invalid. The message names the line and the field."""
 
 
 class MissingExtra(QuireError, ImportError):
-    """A part was asked for whose optional dependency is not installed. The message says what to install."""
+    """An optional dependency is not installed.
+
+    The message contains the command that installs it.
+    """
 
     @classmethod
     def of(cls, what: str, module: str | None) -> MissingExtra:
-        """`what` cannot go on without `module`, which could not be imported."""
+        """Error for a feature `what` that needs `module`, which could not be imported."""
         package = package_of(module or "")
         return cls(f"{what} needs {package}, which is not installed: {install_command(package)}", name=module)
 
@@ -53,49 +59,73 @@ def package_of(module: str) -> str:
 
 
 def install_command(package: str) -> str:
-    """Into the environment that runs: never by an extra of quire, which an index may have of somebody else."""
+    """Command that installs a package into the current environment.
+
+    It never names an extra of quire: on a package index, that name may belong to another project.
+    """
     return f"{shlex.quote(sys.executable)} -m pip install {package}"
 
 
 class InvariantViolation(QuireError, AssertionError):
-    """A law of the core does not hold: a bug in quire, never the caller's fault."""
+    """An invariant of the core does not hold.
+
+    This is a bug in quire, not an error of the caller.
+    """
 
 
 class ModelFileError(QuireError):
-    """A model file that is damaged, forged, incomplete or of a kind quire cannot read."""
+    """A model file is damaged, forged, incomplete or of a format quire cannot read."""
 
 
 class UnsupportedModel(ModelFileError):
-    """A sound model whose architecture, tokenizer or tensor type quire does not run; names it and what does."""
+    """A valid model whose architecture, tokenizer or tensor type is not supported.
+
+    The message names it and lists what is supported.
+    """
 
 
 class ModelNotFound(QuireError):
-    """No such model: not a file, a folder, a known name or a model in the cache."""
+    """The name is not a file, a folder, a known model or a model in the cache."""
 
 
 class DownloadFailed(QuireError):
-    """A model could not be fetched. Nothing half-fetched is kept as if it were whole."""
+    """A model could not be downloaded.
+
+    A partial download is never left in place of a complete file.
+    """
 
 
 class LoadFailed(QuireError):
-    """A model could not be loaded. Another try may go better."""
+    """A model could not be loaded. A retry may succeed."""
 
 
 class ModelTooLarge(LoadFailed):
-    """A model that does not fit beside what may not be unloaded. The message has the numbers."""
+    """A model does not fit into memory next to models that may not be unloaded.
+
+    The message has the sizes.
+    """
 
 
 class TemplateError(QuireError):
-    """A chat template that is missing, wrong, or did not finish within its limits."""
+    """A chat template is missing, invalid, or exceeded its limits while rendering."""
 
 
 class RequestFailed(QuireError):
-    """One request failed while it was served: its sampler, detokeniser or callback. Nobody else is affected."""
+    """One request failed in its sampler, detokenizer or callback.
+
+    Other requests are not affected.
+    """
 
 
 class WorkerDied(QuireError):
-    """The process that runs the model crashed or hung. Its requests failed; the next one gets a fresh worker."""
+    """The worker process crashed or hung.
+
+    Its requests failed; later requests use a new worker.
+    """
 
 
 class LostBeforeStart(WorkerDied):
-    """The worker died while this request still waited: it was no part of the cause, and asking again is safe."""
+    """The worker died while this request was waiting.
+
+    The request did not cause it, so a retry is safe.
+    """

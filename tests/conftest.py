@@ -1,4 +1,4 @@
-"""What tests of every room share."""
+"""Environment, fixtures and collection options shared by all tests."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from quire.errors import QuireError
 from quire.weights.hub import DEFAULT_MODEL, pull
 from tests.tiny import write_tiny_model
 
-# Test files run side by side, one a core. Threads that share a core wait for each other, here and in child processes.
+# Test files run in parallel, one per core. More threads would compete for the same core, also in child processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # must stand before Triton is imported anywhere
-# Hundreds of processes start here: what they import is compiled once, whatever this shell thinks of that.
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
+    # The tests start hundreds of processes, so bytecode is cached even if the environment disables it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-os.environ["QUIRE_SERVER"] = "none"  # what runs on this machine's port 8000 is nobody's business here
+os.environ["QUIRE_SERVER"] = "none"  # tests must not use a server that runs on port 8000 of this machine
 
-# A shell that runs the tests in the background tells them to ignore ^C, and their children inherit that.
+# A shell that runs the tests in the background makes them ignore SIGINT, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Examples may take as long as a busy machine needs for them.
+# No deadline: examples take longer on a busy machine.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The default model, fetched if need be. Tests that want it mean it: without it they fail, they do not skip."""
+    """Path of the default model, downloaded if necessary. Tests that need it fail without it; they do not skip."""
     try:
-        return pull()  # only looks, where it is here already
+        return pull()  # downloads nothing if the model is in the cache
     except QuireError as error:
-        pytest.fail(f"these tests need the default model {DEFAULT_MODEL}, and it could not be fetched: {error}")
+        pytest.fail(f"these tests need the default model {DEFAULT_MODEL}, which could not be downloaded: {error}")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model of random weights, for what does not need sense."""
+    """Path of a complete small model with random weights, for tests that do not need meaningful output."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-# CPU seconds of the files that take long, of all their processes. Exact figures do not matter.
+# CPU seconds of slow test files, including their child processes. Approximate values are enough.
 SLOW_FILES_S = {
     "sim/test_worlds.py": 90,
     "server/test_chaos.py": 60,
@@ -101,32 +101,32 @@ SLOW_FILES_S = {
     "server/test_service.py": 7,
     "backends/native/test_runner.py": 7,
     "server/test_cli_top.py": 7,
-    "engine/test_bench.py": 7,
+    "bench/test_bench.py": 7,
     "backends/torch/test_loading.py": 7,
     "text/test_hostile_files.py": 6,
     "text/test_tool_formats.py": 6,
     "backends/native/test_sampling.py": 6,
     "engine/test_supervise.py": 6,
-    "cli/test_chat.py": 5,  # from here on: what needs the default model, or waits for most of its time
+    "cli/test_chat.py": 5,  # this and the following need the default model, or wait most of the time
     "server/test_connections.py": 4,
     "server/test_grafana.py": 3,
 }
-LINT = "test_types.py"  # slow, and still part of `make check`
+LINT = "test_types.py"  # slow, but part of `make check`
 FOLDER = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+    parser.addoption("--quick", action="store_true", help="skip slow test files")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick, slow files are not even imported. None: as pytest decides."""
+    """Skip slow files with --quick, without importing them. None: default of pytest."""
     name = name_of(collection_path)
     return True if config.getoption("--quick") and name in SLOW_FILES_S and name != LINT else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: files run side by side, and one that begins last is waited for by everybody."""
+    """Run slow files first. Files run in parallel, and a slow one that starts last would delay the end."""
     items.sort(key=lambda item: -SLOW_FILES_S.get(name_of(item.path), 0))
 
 
@@ -135,6 +135,6 @@ def name_of(path: Path) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What stands by now stays to the end: the collector need not walk it again and again."""
+    """Exclude objects created so far from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
-"""Greedy answers do not depend on company: the proof on the real model. `python -m tests.equality --prompts 300`.
+"""Check on the real model that greedy answers do not depend on batching: `python -m tests.equality --prompts 300`.
 
-Each prompt is answered alone, without a cache. Then all of them again, batched, chunked, on cached prefixes, preempted,
-with a step in flight. The native backend promises bits, so no token may differ. With torch, wherever a token differs
-from the one alone, the two best logits must be closer than `NEAR_TIE`: fp32 sums over another number of rows differ in
-their last bits, and a tie may fall either way.
+Each prompt is first answered alone, without a cache. Then all prompts are answered again: batched, chunked, on cached
+prefixes, preempted, and with a step in flight. The native backend guarantees bitwise equal results, so no token may
+differ. With torch, where a token differs, the two best logits must be closer than `NEAR_TIE`: fp32 sums over a
+different number of rows differ in their last bits, which may decide a tie.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.engine.model_text import ModelText
 from quire.weights.hub import resolve
 from tests.backends.torch.rig import Answer, Rig
 
-NEAR_TIE = 2e-3  # of logits that are 10 to 30
+NEAR_TIE = 2e-3  # difference of logits, which are 10 to 30
 NEAR_TIES = {"torch": NEAR_TIE, "native": 0.0}
 NUM_TOKENS = 24
 SUBJECTS = (
@@ -40,9 +40,9 @@ QUESTIONS = (
 
 
 def questions(count: int) -> list[str]:
-    """Different ones, up to 300."""
+    """Up to 300 different questions."""
     every = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
-    step = 7  # spread over both lists, and coprime to their number
+    step = 7  # spreads over both lists; coprime to the number of questions
     return [every[i * step % len(every)] for i in range(count)]
 
 
@@ -54,8 +54,8 @@ class Outcome:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    near_ties: list[float] = field(default_factory=list)  # the gap between the two best, where an answer turned off
-    differences: list[str] = field(default_factory=list)  # that no near tie excuses
+    near_ties: list[float] = field(default_factory=list)  # gaps of the two best logits at tokens that differ
+    differences: list[str] = field(default_factory=list)  # differences that are not near ties
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 
 def answer_alone(
-    rig: Rig, prompts: Sequence[tuple[int, ...]], tell: Callable[[str], None], num_tokens: int = NUM_TOKENS
+    rig: Rig, prompts: Sequence[tuple[int, ...]], show_progress: Callable[[str], None], num_tokens: int = NUM_TOKENS
 ) -> list[Alone]:
     found = []
     for number, prompt in enumerate(prompts):
@@ -82,25 +82,25 @@ def answer_alone(
         answer = rig.answer(prompt, num_tokens, logprobs=2)
         gaps = tuple(float(row.nan_to_num(nan=-1e9).topk(2).values.diff().abs()) for row in answer.rows)
         found.append(Alone(prompt, tuple(answer.tokens), gaps))
-        tell(f"alone {number + 1}/{len(prompts)}")
+        show_progress(f"alone {number + 1}/{len(prompts)}")
     return found
 
 
-def compare(rig: Rig, alone: Sequence[Alone], name: str, tell: Callable[[str], None]) -> Outcome:
+def compare(rig: Rig, alone: Sequence[Alone], name: str, show_progress: Callable[[str], None]) -> Outcome:
     rig.reset(**CONDITIONS[name])
-    tell(name)
+    show_progress(name)
     return _answer_all(rig, alone, name, is_preempted=name == "preempted")
 
 
 def compare_on_hits(rig: Rig, alone: Sequence[Alone]) -> Outcome:
-    """Every prompt twice on one cache: the second time all but its last token is there."""
+    """Answer every prompt twice with one cache: the second time, all but its last token is cached."""
     rig.reset()
     _answer_all(rig, alone, "first time")
     return _answer_all(rig, alone, "on cached prefixes")
 
 
 def _answer_all(rig: Rig, alone: Sequence[Alone], name: str, *, is_preempted: bool = False) -> Outcome:
-    """All at once; or, to preempt, half of them as LOW, and the others as HIGH into the midst of their answers."""
+    """Answer all prompts at once; or, to preempt, half as LOW and the others as HIGH while those decode."""
     outcome = Outcome(name, NEAR_TIES[rig.config.backend])
     ids: dict[int, Alone] = {}
     answers: dict[int, Answer] = {}
@@ -153,14 +153,14 @@ def make_prompts(text: ModelText, count: int) -> list[tuple[int, ...]]:
 
 
 def run_all(
-    path: Path, backend: str, count: int, num_threads: int | None, tell: Callable[[str], None]
+    path: Path, backend: str, count: int, num_threads: int | None, show_progress: Callable[[str], None]
 ) -> list[Outcome]:
     text = ModelText.open(path)
     rig = Rig(path, backend=backend, num_blocks=1500, max_num_seqs=16, max_waiting=10_000, threads=num_threads)
     try:
-        alone = answer_alone(rig, make_prompts(text, count), tell)
-        outcomes = [compare(rig, alone, name, tell) for name in CONDITIONS]
-        tell("on cached prefixes")
+        alone = answer_alone(rig, make_prompts(text, count), show_progress)
+        outcomes = [compare(rig, alone, name, show_progress) for name in CONDITIONS]
+        show_progress("on cached prefixes")
         return [*outcomes, compare_on_hits(rig, alone)]
     finally:
         rig.engine.close()
@@ -172,17 +172,19 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--model")
     parser.add_argument("--backend", choices=sorted(NEAR_TIES), default="native")
-    parser.add_argument("--threads", type=int, help="all cores, unless others use them too")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads (default: all cores, fewer if other processes use them)"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     start = time.monotonic()
     is_terminal = sys.stderr.isatty()
 
-    def tell(what: str) -> None:
+    def show_progress(what: str) -> None:
         if is_terminal:
             print(f"\r{what:40}", end="", file=sys.stderr, flush=True)
 
-    outcomes = run_all(resolve(options.model), options.backend, options.prompts, options.threads, tell)
+    outcomes = run_all(resolve(options.model), options.backend, options.prompts, options.threads, show_progress)
     if options.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:

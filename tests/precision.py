@@ -1,12 +1,12 @@
-"""How far a backend's distributions are from fp32 of the same weights. `python -m tests.precision --backend native`.
+"""Compare a backend's distributions with fp32 of the same weights: `python -m tests.precision --backend native`.
 
-At every position of `tests/data/text.txt`, in windows of 512 tokens and two longer ones, and of 50 chats: the prompt
-through the template, and the 32 tokens with which the reference answers it greedily. The reference is the torch
-backend in fp32. Over the whole vocabulary: KL divergence (of the backend from the reference, in nats), whether both put
-the same token first, and the perplexity of the text that is there.
+Compares every position of `tests/data/text.txt`, in windows of 512 tokens and two longer ones, and of 50 chats: the
+rendered prompt and the reference's greedy answer of 32 tokens. The reference is the torch backend in fp32. Measures,
+over the whole vocabulary: KL divergence (of the backend from the reference, in nats), agreement of the most probable
+token, and perplexity of the given text.
 
-    python -m tests.precision --reference FOLDER    # keep the reference's logits there (1.6 GB), for the next time
-    python -m tests.precision --backend rounded     # what 8-bit activations in groups of 32 would do, in PyTorch
+    python -m tests.precision --reference FOLDER    # cache the reference's logits there (1.6 GB)
+    python -m tests.precision --backend rounded     # simulate 8-bit activations in groups of 32, in PyTorch
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from quire.weights.hub import resolve
 from quire.weights.opening import open_checkpoint
 from quire.weights.spec import Activation
 
-# T tokens of a sequence, V vocabulary
+# T tokens of a sequence, V vocabulary size
 
 DATA = Path(__file__).parent / "data"
-WINDOWS = (512, 512, 512, 512, 1024)  # of the text; what is left is one more
+WINDOWS = (512, 512, 512, 512, 1024)  # tokens of the text; the rest is one more window
 ANSWER_TOKENS = 32
-ROWS = 64  # compared at a time: in doubles they take 25 MB a table
+ROWS = 64  # compared at a time: 25 MB per array in float64
 WHOLE = "all"
 
-MOST_KL = 0.003  # on average
+MOST_KL = 0.003  # mean
 LEAST_AGREEMENT = 0.985
-MOST_PERPLEXITY = 0.01  # away from the reference's, as a share of it
+MOST_PERPLEXITY = 0.01  # relative difference from the reference
 
 Logits = NDArray[np.float32]  # [T, V]
 
 
 class Model(Protocol):
     def logits(self, tokens: list[int]) -> Logits:
-        """At every position, of a sequence that stands alone."""
+        """Logits at every position of a single sequence."""
 
 
-# What is judged
+# Passages to compare
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A sequence, and the positions of it that count, by what they are. A shared head counts once."""
+    """A sequence and its positions to compare, by name. A shared head is compared once."""
 
     tokens: tuple[int, ...]
-    parts: tuple[tuple[str, int, int], ...]  # name, [first, last)
+    parts: tuple[tuple[str, int, int], ...]  # (name, first, last), without last
 
 
 def text_passages(text: ModelText, windows: Sequence[int] = WINDOWS, *, has_rest: bool = True) -> Iterator[Passage]:
@@ -88,23 +88,23 @@ def chat_prompts(text: ModelText) -> list[tuple[int, ...]]:
 
 def chat_passages(prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[int]]) -> Iterator[Passage]:
     num_shared = 0
-    while len({prompt[num_shared] for prompt in prompts}) == 1:  # what the template says before the first word
+    while len({prompt[num_shared] for prompt in prompts}) == 1:  # the part of the template before the message
         num_shared += 1
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens = (*prompt, *answer)
         first = num_shared if number else 0
-        turn = len(prompt) - 1  # where the first token of the answer is foretold
+        turn = len(prompt) - 1  # the position that predicts the first token of the answer
         yield Passage(tokens, (("chat, prompts", first, turn), ("chat, answers", turn, len(tokens))))
 
 
-# The reference, and what 8 bits would do
+# The reference, and a simulation of 8-bit activations
 
 
 class Reference:
-    """The torch backend in fp32, with the logits of every position."""
+    """The torch backend in fp32, which returns the logits of every position."""
 
     def __init__(self, path: Path, num_threads: int | None = None) -> None:
-        # No cache: `logits` writes into blocks behind the scheduler's back, between one answer and the next.
+        # No cache: `logits` writes into blocks without the scheduler, between two answers.
         config = EngineConfig(
             backend="torch",
             device="cpu",
@@ -141,7 +141,7 @@ class Reference:
         return logits
 
     def answer(self, prompts: Sequence[Sequence[int]], eos_token_ids: tuple[int, ...]) -> list[list[int]]:
-        """Greedily, all at once, each up to its end or ANSWER_TOKENS."""
+        """Greedy answers to all prompts, each up to its end or ANSWER_TOKENS."""
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, stop_token_ids=eos_token_ids)
         for number, prompt in enumerate(prompts):
             self.engine.add(number, list(prompt), sampling)
@@ -163,7 +163,10 @@ class Reference:
 
 
 class Rounded(Reference):
-    """The same, but what goes into every matrix has 8 bits in groups of 32. What others do: the judge must see it."""
+    """The reference with the input of every matrix rounded to 8 bits in groups of 32.
+
+    Other engines do this. The comparison must detect it.
+    """
 
     def _pass(self, batch: Any) -> ReferencePass:
         return _RoundedPass(batch, self._store)
@@ -189,11 +192,11 @@ def _round(x: Tensor) -> Tensor:
     return ((groups / scale).round() * scale).view(x.shape)
 
 
-# Who is judged
+# The backend under test
 
 
 class Native:
-    """The native backend, at the precision asked for, or its own choice."""
+    """The native backend with the given precision, or its default."""
 
     def __init__(self, path: Path, precision: str | None = None, num_threads: int | None = None) -> None:
         settings: dict[str, Any] = {} if precision is None else {"precision": precision}
@@ -212,16 +215,16 @@ class Native:
         self._runner.close()
 
 
-# The verdict
+# Comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What was found at each position that counts."""
+    """Results at each compared position."""
 
     kl: NDArray[np.float64]
-    is_same: NDArray[np.bool_]  # both put the same token first
-    surprise: NDArray[np.float64]  # at the token that follows, in nats; NaN where none does
+    is_same: NDArray[np.bool_]  # the most probable token is the same
+    surprise: NDArray[np.float64]  # of the next token, in nats; NaN at the last position
     reference_surprise: NDArray[np.float64]
 
     def part(self, first: int, last: int) -> Positions:
@@ -241,7 +244,7 @@ class Verdict:
     num_positions: int
     mean_kl: float
     max_kl: float
-    agreement: float  # share of positions whose first token is the reference's
+    agreement: float  # share of positions with the same most probable token
     perplexity: float
     reference_perplexity: float
 
@@ -251,7 +254,7 @@ class Verdict:
 
     @property
     def misses(self) -> list[str]:
-        """The bars it does not hold. A NaN holds none."""
+        """Messages for the limits that are exceeded. A NaN exceeds all limits."""
         bars = {
             f"mean KL {self.mean_kl:.5f} is above {MOST_KL}": self.mean_kl <= MOST_KL,
             f"top-1 agreement {self.agreement:.2%} is under {LEAST_AGREEMENT:.1%}": self.agreement >= LEAST_AGREEMENT,
@@ -262,7 +265,7 @@ class Verdict:
 
 
 def compare(reference: Logits, logits: Logits, tokens: Sequence[int]) -> Positions:
-    """Both [T, V], of the same tokens [T]."""
+    """Compare logits [T, V] of the same tokens [T]."""
     assert logits.shape == reference.shape, f"{logits.shape = }, not {reference.shape}"
     following = np.asarray([*tokens[1:], -1])
     found = [
@@ -305,7 +308,7 @@ def judge(name: str, positions: Positions) -> Verdict:
 
 
 def judge_all(passages: Iterable[Passage], reference: Model, model: Model) -> list[Verdict]:
-    """One verdict for each kind of position, and the last for all of them."""
+    """One verdict for each name of positions, and a last one for all positions."""
     found: dict[str, list[Positions]] = {}
     for passage in passages:
         tokens = list(passage.tokens)
@@ -328,17 +331,17 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-# The command
+# Command line
 
 
-class Kept:
-    """A reference whose logits stay in a folder, by the tokens they belong to."""
+class CachedReference:
+    """A reference whose logits are cached in a folder, by the tokens they belong to."""
 
     def __init__(self, folder: Path, path: Path, num_threads: int | None) -> None:
         self._folder = folder
         self._path = path
         self._num_threads = num_threads
-        self._reference: Reference | None = None  # loaded when something is not there yet
+        self._reference: Reference | None = None  # loaded on the first cache miss
         folder.mkdir(parents=True, exist_ok=True)
 
     def logits(self, tokens: list[int]) -> Logits:
@@ -374,19 +377,23 @@ def open_model(backend: str, path: Path, precision: str | None, num_threads: int
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("native", "torch", "rounded"), default="native")
-    parser.add_argument("--precision", choices=PRECISIONS, help="of the native backend")
-    parser.add_argument("--model", help="the default model, if not given")
-    parser.add_argument("--reference", type=Path, help="a folder of the same model that keeps the reference's logits")
-    parser.add_argument("--threads", type=int, help="all cores, unless others use them too")
+    parser.add_argument("--precision", choices=PRECISIONS, help="precision of the native backend")
+    parser.add_argument("--model", help="name or path (default: the default model)")
+    parser.add_argument("--reference", type=Path, help="folder that caches the reference's logits of this model")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads (default: all cores, fewer if other processes use them)"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.precision and options.backend != "native":
-        parser.error("--precision is the native backend's")
+        parser.error("--precision applies only to --backend native")
     started_s = time.monotonic()
     path = resolve(options.model)
     text = ModelText.open(path)
     reference = (
-        Kept(options.reference, path, options.threads) if options.reference else Reference(path, options.threads)
+        CachedReference(options.reference, path, options.threads)
+        if options.reference
+        else Reference(path, options.threads)
     )
     model = open_model(options.backend, path, options.precision, options.threads)
     prompts = chat_prompts(text)
@@ -397,7 +404,7 @@ def main() -> int:
     if options.json:
         print(json.dumps([{name: getattr(one, name) for name in one.__slots__} for one in verdicts], indent=2))
     else:
-        print(f"{table(verdicts)}\n{options.backend} against torch in fp32, {time.monotonic() - started_s:.0f} s")
+        print(f"{table(verdicts)}\n{options.backend} compared with torch in fp32, {time.monotonic() - started_s:.0f} s")
     for miss in verdicts[-1].misses:
         print(f"MISSED: {miss}", file=sys.stderr)
     return 1 if verdicts[-1].misses else 0

@@ -1,8 +1,9 @@
-"""How the JSON-Schema-Test-Suite judges held schemas: `python -m tests.schema_suite PATH/tests/draft2020-12`.
+"""Run the JSON-Schema-Test-Suite on rewritten schemas: `python -m tests.schema_suite PATH/tests/draft2020-12`.
 
-The suite is not part of this repository. Every schema of it is held and compiled without `strict`, and every instance
-is written as JSON in all orders of its names. Silent is a schema whose grammar allows an instance that violates a
-keyword which is not named as unenforced: there must be none. jsonschema_rs judges the schema less the named keywords.
+The suite is not part of this repository. Every schema is rewritten and compiled without `strict`, and every instance is
+written as JSON with its names in all orders. The verdict is "silent" if the grammar allows an instance that violates a
+keyword which is not reported as unenforced; there must be none. jsonschema_rs validates the schema without the reported
+keywords.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ END = 256
 
 
 class Bytes:
-    """A vocabulary of bytes."""
+    """A vocabulary of single bytes."""
 
     eos_token_id = END
     bos_token_id = None
@@ -44,7 +45,7 @@ TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab
 
 
 def compiled(held: dict[str, Any]) -> llguidance.LLMatcher:
-    """Raises ValueError where it cannot be."""
+    """Compile a rewritten schema. Raises ValueError if that is not possible."""
     source = llguidance.LLMatcher.grammar_from_lark(f"start: {lark_json(held)}")
     matcher = llguidance.LLMatcher(TOKENIZER, source, log_level=0)
     if matcher.is_error():
@@ -59,7 +60,7 @@ def allows(matcher: llguidance.LLMatcher, text: str) -> bool:
 
 
 def spellings(value: object) -> Iterator[str]:
-    """The value as JSON, with the names of its objects in every order and whole numbers with and without a point."""
+    """A value as JSON, with object names in every order and whole numbers with and without a decimal point."""
     match value:
         case dict():
             for order in itertools.islice(itertools.permutations(value.items()), MAX_ORDERS):
@@ -78,7 +79,7 @@ def spellings(value: object) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.schema_suite")
     parser.add_argument("path", type=Path, help="a folder of the suite")
-    parser.add_argument("--show", action="store_true", help="name every schema that is not followed in full")
+    parser.add_argument("--show", action="store_true", help="list every schema that is not fully enforced")
     options = parser.parse_args(arguments)
     counts: Counter[str] = Counter()
     for file in sorted(options.path.rglob("*.json")):
@@ -104,14 +105,14 @@ def judge(schema: dict[str, Any], tests: Sequence[dict[str, Any]]) -> tuple[str,
     for test in allowed:
         if not test["valid"] and not (grammar.unenforced and jsonschema_rs.is_valid(rest, test["data"])):
             named = ", ".join(grammar.unenforced) or "nothing"
-            return "silent", f"{json.dumps(schema)[:300]} allows {json.dumps(test['data'])[:80]}, and {named} is named"
+            return "silent", f"{json.dumps(schema)[:300]} allows {json.dumps(test['data'])[:80]}; reported: {named}"
     if grammar.unenforced:
         return "named", ", ".join(grammar.unenforced)
     return "held", "; ".join(json.dumps(test["data"])[:60] for test in missed)
 
 
 def without(schema: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The schema less these keywords: what an answer must still match."""
+    """The schema without these keywords."""
     rest = copy.deepcopy(schema)
     for path in paths:
         _remove(rest, path)
@@ -119,7 +120,7 @@ def without(schema: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _remove(value: Any, path: str) -> bool:
-    """Names may have dots in them: every way to read the path is tried."""
+    """Remove the keyword at `path`. Names may contain dots, so every way to split the path is tried."""
     if isinstance(value, list):
         found = re.match(r"\[(\d+)\]\.?", path)
         return found is not None and int(found[1]) < len(value) and _remove(value[int(found[1])], path[found.end() :])

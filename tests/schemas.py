@@ -1,4 +1,4 @@
-"""JSON schemas as people write them, and as a seed does."""
+"""JSON schemas for tests: hand-written ones, and ones generated from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 
 
 def record(required: Sequence[str] | None = None, /, **properties: Any) -> Schema:
-    """A closed object; everything in it is required unless said otherwise."""
+    """A closed object. All properties are required unless `required` is given."""
     return named(properties, required)
 
 
@@ -65,8 +65,8 @@ HAND_WRITTEN: dict[str, Schema] = {
     "const object": {"const": {"a": [1, 2, {"b": None}]}},
     "enum of strings": {"enum": ["red", "green", "blue"]},
     "enum of everything": {"enum": [1, "one", None, True, [1], {"one": 1}]},
-    "enum in words of the world": {"enum": ["日本", "Ελλάδα", "Éire", "🇫🇷"]},
-    "keys of the world": named({"名前": text(maxLength=8), "größe": number(minimum=0, maximum=3), "🎉": FLAG}),
+    "enum in other scripts": {"enum": ["日本", "Ελλάδα", "Éire", "🇫🇷"]},
+    "keys in other scripts": named({"名前": text(maxLength=8), "größe": number(minimum=0, maximum=3), "🎉": FLAG}),
     "keys to escape": named({'a"b': whole(minimum=0, maximum=9), "c\\d": whole(minimum=0, maximum=9), "e f": FLAG}),
     "string or null": record(nick={"type": ["string", "null"], "maxLength": 12}),
     "string or number": record(id={"type": ["string", "integer"], "maxLength": 12}),
@@ -145,7 +145,7 @@ HAND_WRITTEN: dict[str, Schema] = {
 
 
 def generated(seed: int) -> Schema:
-    """An object of one to five fields, up to three deep, of everything that can be held. Bounded where people would."""
+    """An object of one to five fields, up to three levels deep, with all kinds of supported keywords."""
     return _object(Random(seed), 0)
 
 

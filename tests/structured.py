@@ -1,8 +1,9 @@
-"""Answers by many schemas from the real model: one that ends with `stop` matches, every other one ends with `length`.
+"""Check answers of the real model to many JSON schemas: each ends with `stop` and matches, or ends with `length`.
 
-`make structured`, or `python -m tests.structured --schemas 240 --max-tokens 512`. The schemas of `tests/schemas.py` are
-written by hand and generated from a seed. The judge is `jsonschema_rs`, which shares no code with what makes the masks.
-The share of answers that end is printed and has no bar: it is the model's, since the grammar alone decides.
+Run it with `make structured`, or `python -m tests.structured --schemas 240 --max-tokens 512`. The schemas of
+`tests/schemas.py` are hand-written and generated from a seed. They are validated by `jsonschema_rs`, which shares no
+code with the implementation of the masks. The share of answers that end with `stop` is printed and has no limit: it
+depends on the model, because the grammar alone decides which tokens are allowed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ MAX_SHOWN = 12
 class Verdict(NamedTuple):
     name: str
     reason: str  # stop, length, error
-    problem: str  # what is wrong with it; empty: nothing
+    problem: str  # error message; empty if there is none
     text: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.structured")
-    parser.add_argument("--schemas", type=int, default=240, help="hand-written ones first, then generated")
+    parser.add_argument(
+        "--schemas", type=int, default=240, help="number of schemas: hand-written first, then generated"
+    )
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=None, help="none: the model's own")
+    parser.add_argument("--temperature", type=float, default=None, help="default: that of the model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args(arguments)
@@ -77,7 +80,7 @@ def judge(name: str, schema: dict[str, Any], output: GenerationOutput, max_token
 
 
 def judge_text(schema: dict[str, Any], text: str) -> str:
-    """What the judge says against it. Numbers are read as decimals: JSON does not bound them, as a float would."""
+    """Validation error of an answer, or an empty string. Numbers are parsed as decimals, which have no range limit."""
     try:
         jsonschema_rs.validate(schema, json.loads(text, parse_float=Decimal), validate_formats=True)
     except (ValueError, jsonschema_rs.ValidationError) as error:
@@ -86,13 +89,13 @@ def judge_text(schema: dict[str, Any], text: str) -> str:
 
 
 def report(verdicts: Sequence[Verdict], max_tokens: int) -> int:
-    """The exit code: 0 where nothing is wrong."""
+    """Print a summary. Returns the exit code: 0 if all answers are correct."""
     reasons = Counter(verdict.reason for verdict in verdicts)
     wrong = [verdict for verdict in verdicts if verdict.problem or verdict.reason not in ("stop", "length")]
     share = reasons["stop"] / len(verdicts)
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     print(f"{len(verdicts)} schemas, at most {max_tokens} tokens: {counts}")
-    print(f"ended with stop: {share:.1%}; does not match, or ended with neither stop nor length: {len(wrong)} (bar: 0)")
+    print(f"ended with stop: {share:.1%}; does not match, or ended otherwise: {len(wrong)} (must be 0)")
     for verdict in [*wrong, *(one for one in verdicts if one.reason == "length")][:MAX_SHOWN]:
         print(
             f"  {verdict.name}: {verdict.reason}: {verdict.problem or verdict.text[:40] + ' ... ' + verdict.text[-60:]}"

@@ -1,6 +1,7 @@
-"""Renders what Claude Code and Codex send with every chat template of a folder: `python -m tests.templates FOLDER`.
+"""Render requests of Claude Code and Codex with every chat template of a folder: `python -m tests.templates FOLDER`.
 
-For templates that are not ours to copy, such as a collection of models' *.jinja files. Prints what prompts lack.
+For templates that cannot be copied into this repository, such as a collection of *.jinja files. Prints the texts that
+are missing from the prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.text.vocabularies import byte_level_gguf
 
 
 def missing(template: ChatTemplate, chat: ChatRequest) -> list[str]:
-    """What was said, or the names of tools, that the prompt does not hold: as text, or as JSON."""
+    """Message texts and tool names that the prompt contains neither as text nor as JSON."""
     rendered = template.render(chat)
     texts = [part.text.strip() for message in chat.messages for part in message.parts]
     return [
@@ -39,13 +40,13 @@ def main(folder: Path) -> int:
         for name, chat in chats.items():
             try:
                 if lost := missing(template, chat):
-                    problems.append(f"{name}: without {lost}")
+                    problems.append(f"{name}: missing {lost}")
             except TemplateError as error:
                 problems.append(f"{name}: {error}")
         template.close()
         num_bad += bool(problems)
         print(f"{path.stem:60} {template.tool_format.name:8} {'; '.join(problems) or 'ok'}", flush=True)
-    print(f"{len(paths) - num_bad} of {len(paths)} templates render all {len(chats)} conversations whole")
+    print(f"{len(paths) - num_bad} of {len(paths)} templates render all {len(chats)} conversations completely")
     return 0 if num_bad == 0 else 1
 
 

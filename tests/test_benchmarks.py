@@ -1,4 +1,4 @@
-"""Benchmarks run; what they measure is not a test's business."""
+"""Tests that the benchmarks run. Their measurements are not tested."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_benchmark_of_masks_runs() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its parts are scripts beside it."""
+    """A function that imports modules of the benchmarks folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
 
@@ -95,7 +95,7 @@ def test_the_gpu_benchmark_runs_every_stage(tmp_path: Path) -> None:
     assert 0 < report["ready"]["qwen3-0.6b"]["ready_s"] < report["ready"]["qwen3-0.6b"]["first_token_s"]
 
 
-def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_stage_is_reported_and_the_others_run(tmp_path: Path) -> None:
     options = ["--quick", "--models", "qwen3-0.6b", "--only", "C,ready", "--device", "tpu", "--out", str(tmp_path)]
     command = [sys.executable, str(FOLDER / "gpu.py"), *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -104,7 +104,7 @@ def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None
     assert "device = 'tpu' is not auto, cpu or cuda" in outcome.stdout
 
 
-def test_the_gpu_benchmark_needs_only_what_a_gpu_machine_has() -> None:
+def test_the_gpu_benchmark_does_not_import_packages_missing_on_a_gpu_machine() -> None:
     script = f"import sys; sys.modules |= dict.fromkeys({BARE}); sys.path.insert(0, {str(FOLDER)!r}); import gpu"
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
@@ -113,13 +113,13 @@ def test_the_gpu_benchmark_needs_only_what_a_gpu_machine_has() -> None:
 def test_workload_a_is_the_one_vllm_was_measured_on(gpu: Any) -> None:
     workloads = gpu("gpu_workloads")
     for seed in (0, 1):
-        workload = workloads.workload_a(workloads.FULL, seed)  # refuses other totals than those
+        workload = workloads.workload_a(workloads.FULL, seed)  # checks the total token counts
         assert len(workload.prompts) == 256
     assert workloads.workload_b(workloads.FULL).num_in == 64 * (2048 + 64)
 
 
-def test_limits_are_what_the_memory_allows(gpu: Any, tmp_path: Path) -> None:
-    """C on Llama-3-8B: 256 times 15.0 GB at 4.28 TB/s. For A, more than what was worked out with real products."""
+def test_limits_follow_from_memory_bandwidth(gpu: Any, tmp_path: Path) -> None:
+    """C on Llama-3-8B: 256 times 15.0 GB at 4.28 TB/s. For A: above the limit computed with real matrix products."""
     workloads = gpu("gpu_workloads")
     spec = workloads.write_shape("llama-3-8b", workloads.FULL, tmp_path)
     one = workloads.workload_c(workloads.FULL)
@@ -133,9 +133,9 @@ def test_time_on_the_device_is_counted_once(gpu: Any) -> None:
     events = [
         profile.Event("_attend", 100.0, 150.0),
         profile.Event("nvjet_tst_64x8", 140.0, 180.0),  # overlaps by 10
-        profile.Event("_norm", 150.0, 170.0),  # beneath another
-        profile.Event("_pick", 185.0, 190.0),  # a pause of 5: a launch
-        profile.Event("Memcpy DtoH", 240.0, 250.0),  # of 50: the host
+        profile.Event("_norm", 150.0, 170.0),  # completely within another
+        profile.Event("_pick", 185.0, 190.0),  # after a gap of 5: a launch
+        profile.Event("Memcpy DtoH", 240.0, 250.0),  # after a gap of 50: the host
     ]
     window = profile.summarise("decode", 1, 0.2, events)
     assert (window.span_ms, window.host_gap_ms) == (0.15, 0.05)
@@ -145,7 +145,7 @@ def test_time_on_the_device_is_counted_once(gpu: Any) -> None:
     assert spent == {"attention": 50, "matrix products": 30, "sampling": 5, "copies": 10}
 
 
-def test_the_time_of_steps_is_that_of_their_results(gpu: Any) -> None:
+def test_step_times_are_measured_between_results(gpu: Any) -> None:
     profile, driving = gpu("gpu_profile"), gpu("gpu_driving")
     run = driving.Run(1.0, [], [driving.StepRecord(1, 1, end_s) for end_s in (0.01, 0.03, 0.07, 0.15)])
     for steps, alone_ms, in_flight_ms in ((range(2), 30, 70), (range(1, 3), 60, 120), (range(1, 2), 20, 40)):
@@ -177,7 +177,7 @@ def test_the_cpu_benchmark_runs(tiny_model: Path, tmp_path: Path) -> None:
     assert report["precision"]["quire"]["num_positions"] > 100
 
 
-def test_a_contender_that_fails_is_told_and_the_others_go_on(default_model: Path, tmp_path: Path) -> None:
+def test_a_failed_contender_is_reported_and_the_others_run(default_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"
     options = ["--quick", "--only", "start", "--model", str(default_model), "--llama", sys.executable]
     command = [sys.executable, str(FOLDER / "cpu.py"), *options, "--out", str(out)]
@@ -189,8 +189,8 @@ def test_a_contender_that_fails_is_told_and_the_others_go_on(default_model: Path
     assert report["figures"][0]["medians"]["quire"] > 0
 
 
-def test_ratios_are_taken_within_their_rounds(gpu: Any) -> None:
-    """The second round came in a slow minute. Where others had the machine, no bar is held or missed."""
+def test_ratios_are_computed_within_a_round(gpu: Any) -> None:
+    """The machine was slow in the second round. If other processes used the machine, `is_held` is None."""
     cpu = gpu("cpu")
     rates = {"quire": (100, 50, 80), "as shipped": (10, 5, 10), "Q4_0": (50, 25, 20)}
     for unit, best, shipped, is_held in (("tok/s", 2, 10, True), ("ms", 1 / 10, 1 / 10, False)):

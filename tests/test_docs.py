@@ -1,4 +1,4 @@
-"""The documents tell the truth: names exist, links lead somewhere, commands run."""
+"""Tests of the documentation: names exist, links are valid, commands run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import COMMANDS, FILES, app
+from tests import options_page
 from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_NAMES = {"name", "n > 1", "key -> children", "transformers"}
-# What makes an example of a page small enough for a test, by command.
+# Additional options that make an example small enough for a test, by command.
 SMALLER = {
     "sim": ["--requests", "60"],
     "bench": ["--rounds", "1", "--clients", "2", "--prompt-tokens", "8", "--output-tokens", "2", "--only", "speedup"],
@@ -32,7 +33,7 @@ SMALLER = {
 
 @cache
 def defined_names() -> set[str]:
-    """Every class, function, argument, attribute, field and constant, and `Class.member` for members."""
+    """All classes, functions, arguments, attributes, fields and constants, and `Class.member` for members."""
     names: set[str] = set()
     for path in [*(ROOT / "quire").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         tree = ast.parse(path.read_text())
@@ -75,7 +76,7 @@ def quoted(path: Path) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
-def is_true(name: str, names: set[str]) -> bool:
+def exists(name: str, names: set[str]) -> bool:
     if "/" in name:
         return (ROOT / name).exists()
     if name.startswith("quire "):
@@ -87,40 +88,45 @@ def is_true(name: str, names: set[str]) -> bool:
     return name in names or name.removesuffix("s") in names or name in NOT_NAMES
 
 
-def test_every_name_in_the_architecture_exists() -> None:
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "internals.md", "source-terms.md"])
+def test_every_name_in_the_architecture_exists(page: str) -> None:
     names = defined_names()
-    missing = sorted(name for name in quoted(ROOT / "docs/ARCHITECTURE.md") if not is_true(name, names))
+    missing = sorted(name for name in quoted(ROOT / "docs" / page) if not exists(name, names))
     assert not missing
 
 
 def test_the_check_itself_can_fail() -> None:
     names = defined_names()
     for name in ("Scheduler.explode", "quire/core/nothing.py", "make coffee", "FooBar"):
-        assert not is_true(name, names)
+        assert not exists(name, names)
 
 
-def test_every_core_file_is_in_the_architecture() -> None:
-    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+def test_every_core_file_is_in_the_internals() -> None:
+    page = (ROOT / "docs/internals.md").read_text()
     unmentioned = [
         path.name for path in (ROOT / "quire/core").glob("[a-z]*.py") if f"quire/core/{path.name}" not in page
     ]
     assert not unmentioned
 
 
+def test_the_reference_of_options_is_current() -> None:
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `make docs`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Fenced code of a page, by what its fence says."""
+    """Fenced code blocks of a page in one language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [code for name, code in found if name == language]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands in a page's code blocks, without their comments and explanations."""
+    """The commands in the code blocks of a page, without comments."""
     found = []
     for block in blocks(page.read_text(), ""):
         for line in block.splitlines():
@@ -141,7 +147,7 @@ def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path
             continue
         small = SMALLER.get(words[1], [])
         if any(word.endswith(".jsonl") and "--save-trace" not in words for word in words):
-            small = []  # a recorded trace has its own number of requests
+            small = []  # the number of requests is given by the trace
         command = [sys.executable, "-m", "quire", *words[1:], *small]
         outcome = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, check=False, input="Hi\n/exit\n"
@@ -152,14 +158,14 @@ def test_commands_run_as_written(page: Path, tmp_path: Path, default_model: Path
 
 @pytest.fixture(scope="module")
 def address(default_model: Path) -> Iterator[str]:
-    """Of a server as the README starts it, but for the port."""
+    """URL of a server as started in the README, except for the port."""
     del default_model  # is here now
     with serving("--kv-memory", "512M") as server:
         yield server.url
 
 
 def at(address: str, text: str) -> str:
-    """The pages say where a server is by default; the test's is elsewhere."""
+    """Replace the default server address of the pages by that of the test server."""
     return text.replace("http://127.0.0.1:8000", address)
 
 
@@ -191,7 +197,7 @@ def test_curl_runs_as_written(page: Path, address: str) -> None:
             assert '"error":{' not in outcome.stdout
 
 
-def test_every_command_is_there() -> None:
+def test_every_command_exists_and_has_help() -> None:
     for name in COMMANDS:
         command = getattr(importlib.import_module(f"quire.cli.{FILES.get(name, name)}"), name)
         assert command.__doc__
@@ -199,11 +205,11 @@ def test_every_command_is_there() -> None:
         assert outcome.stdout.startswith(f"Usage: root {name} [OPTIONS]"), outcome.output
 
 
-def test_make_serve_goes_from_nothing_to_an_answer(default_model: Path) -> None:
-    """In the venv the tests run in, which is what it would build."""
+def test_make_serve_starts_a_server_and_prints_an_answer(default_model: Path) -> None:
+    """Uses the venv of the tests, which is the one that `make serve` would create."""
     del default_model  # is here now
     if not (ROOT / ".venv/bin/quire").exists():
-        pytest.skip("these tests run in a venv of their own")
+        pytest.skip("the tests run in another venv")
     command = ["make", "serve", "PORT=0", "ARGS=--kv-memory 256M"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0)
     try:
@@ -220,7 +226,7 @@ def test_make_serve_goes_from_nothing_to_an_answer(default_model: Path) -> None:
     assert "quire serves smollm2-135m-instruct at http://127.0.0.1:" in text
     assert "  > What is the capital of France?\n  The capital of France is Paris.\n" in text
     for claim in re.findall(r"^      cache: .*$", (ROOT / "README.md").read_text(), re.MULTILINE):
-        assert claim.strip() in text  # as the README shows it
+        assert claim.strip() in text  # the README shows the same line
     assert "export OPENAI_BASE_URL=http://127.0.0.1:" in text
     assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:" in text
 
@@ -233,6 +239,6 @@ def test_every_decision_is_listed() -> None:
         assert title in index
 
 
-def test_no_page_names_this_machine() -> None:
+def test_no_page_contains_machine_paths() -> None:
     for page in [*PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run"]:
         assert not re.search(r"/(work|root|home)/", page.read_text()), page.name

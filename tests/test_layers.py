@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: what the core may import, how long things may grow, what is never used."""
+"""Tests of code rules that no linter checks: imports of the core, length limits, unsafe calls, no timing in tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "quire").rglob("*.py"))
 CORE = [*sorted((ROOT / "quire/core").glob("*.py")), ROOT / "quire/errors.py"]
 
-# In the standard library, and still not for the core: the same calls must give the same plans.
+# Standard library modules that the core may not use: the same calls must produce the same plans.
 NOT_FOR_CORE = {"asyncio", "datetime", "logging", "multiprocessing", "os", "random", "secrets", "threading", "time"}
 
-# Code that runs what it reads. A request, a trace or a checkpoint must never reach one of these.
+# Modules and calls that execute their input. Data of a request, trace or checkpoint must never reach them.
 UNSAFE_MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 
@@ -66,7 +66,7 @@ def test_functions_stay_under_70_lines() -> None:
     assert not long
 
 
-def test_nothing_executes_what_it_reads() -> None:
+def test_no_code_executes_its_input() -> None:
     for path in SOURCES:
         assert not UNSAFE_MODULES & {name.split(".")[0] for name in imported(path)}, path
         for node in ast.walk(parse(path)):
@@ -75,14 +75,14 @@ def test_nothing_executes_what_it_reads() -> None:
 
 
 def test_no_test_measures_time() -> None:
-    """A busy machine must not fail one: `tests/waiting.py` waits for events, and CPU time may be bounded."""
+    """Tests must not fail on a busy machine. `tests/waiting.py` waits for events; CPU time may be limited."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
                 assert node.attr not in ("monotonic", "monotonic_ns", "perf_counter"), f"{path.name}:{node.lineno}"
 
 
-def test_the_slow_files_are_there() -> None:
+def test_the_slow_files_exist() -> None:
     assert [name for name in SLOW_FILES_S if not (ROOT / "tests" / name).is_file()] == []
 
 

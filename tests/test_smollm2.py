@@ -1,4 +1,4 @@
-"""The default model itself: its logits are those of `transformers`, its answers do not depend on company."""
+"""Tests of the default model: logits equal those of `transformers`, and answers do not depend on batching."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quire.weights.quants import to_float32
 from tests.backends.torch.rig import Answer, Rig, same_rows
 from tests.equality import CONDITIONS, answer_alone, compare, compare_on_hits, make_prompts
 
-BOUND = 5e-4  # of log-probabilities, over thirty layers in fp32
-NUM_PROMPTS, NUM_TOKENS = 5, 8  # `make equality` asks 300, and for 24
+BOUND = 5e-4  # largest difference of log probabilities, after thirty layers in fp32
+NUM_PROMPTS, NUM_TOKENS = 5, 8  # `make equality` uses 300 and 24
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def rig(default_model: Path) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def reference(default_model: Path) -> Any:
-    """Llama of `transformers` with the same weights, dequantised the same way."""
+    """The Llama model of `transformers` with the same weights, dequantized the same way."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(default_model)
@@ -65,7 +65,7 @@ def reference(default_model: Path) -> Any:
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     assert not missing.unexpected_keys
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer came from nowhere
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # `to_empty` left its buffer uninitialized
     checkpoint.close()
     return model.eval()
 
@@ -80,14 +80,14 @@ def chat(text: ModelText, question: str) -> tuple[int, ...]:
     return text.encode_chat(as_chat(question), text.spec.max_model_len)
 
 
-def test_what_its_makers_recommend_is_the_default(text: ModelText) -> None:
-    """The file does not say."""
+def test_sampling_defaults_are_those_recommended_by_the_authors(text: ModelText) -> None:
+    """The model file does not contain them."""
     params = GenerationParams().sampling(text.defaults, text.eos_token_ids)
     assert (params.temperature, params.top_p) == (0.2, 0.9)
 
 
 def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:
-    """Prefill and decode, chunked and not, then through shared blocks and a forked tail."""
+    """Checks prefill and decode, with and without chunks, then with shared blocks and a copied tail."""
     france = chat(text, "What is the capital of France?")
     rig.reset()
     first = rig.answer(france, 8)
@@ -113,7 +113,7 @@ def alone(rig: Rig, text: ModelText) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_greedy_answers_do_not_depend_on_company(rig: Rig, alone: list[Any], name: str) -> None:
+def test_greedy_answers_do_not_depend_on_batching(rig: Rig, alone: list[Any], name: str) -> None:
     outcome = compare(rig, alone, name, lambda _: None)
     print(f"{name}: {outcome.num_tokens} equal tokens, near ties {outcome.near_ties}")
     assert outcome.differences == []
@@ -130,7 +130,7 @@ def test_greedy_answers_do_not_depend_on_the_cache(rig: Rig, alone: list[Any]) -
 
 
 def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
-    """Reference count 2 on the very same blocks, nothing copied, and only the new tail computed."""
+    """Both requests use the same blocks with reference count 2; nothing is copied and only the new tail is computed."""
     rig.reset()
     words = text.tokenizer.encode("The history of the lighthouse is long and full of storms. " * 30)
     head = words[:256]
@@ -149,13 +149,13 @@ def test_a_shared_head_is_shared_in_memory(rig: Rig, text: ModelText) -> None:
     assert {scheduler.cache.pool.blocks[block_id].ref_count for block_id in one.block_table[:8]} == {2}
     assert two.num_cached_tokens == 256
     assert rig.num_copies == 0
-    assert rig.num_computed == len(tail) + 1  # and one decode of the first
+    assert rig.num_computed == len(tail) + 1  # plus one decode of the first request
     rig.run(first, second)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_stream(default_model: Path) -> None:
-    """While loading, memory holds the model and one tensor, never a second copy of everything."""
+    """While loading, memory contains the model and one tensor, never a second copy of the model."""
     script = (
         "import re, sys\n"
         "from pathlib import Path\n"

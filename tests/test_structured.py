@@ -1,4 +1,4 @@
-"""What `make structured` calls wrong, on answers that are given."""
+"""Tests of the validation in `make structured`, on given answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CUT = Verdict("cut", "length", "", "[0, 0, 0")
         (Verdict("unknown", "abort", "", ""), 1),
     ],
 )
-def test_only_a_wrong_answer_fails(verdict: Verdict, code: int) -> None:
+def test_only_an_incorrect_answer_fails(verdict: Verdict, code: int) -> None:
     assert report([CUT, verdict], 512) == code
 
 
-def test_numbers_are_judged_as_json_has_them() -> None:
+def test_numbers_have_no_range_limit() -> None:
     assert judge_text({"type": "number"}, "1e999") == ""
     assert judge_text({"type": "integer"}, "7" * 400) == ""
     assert judge_text({"type": "integer"}, "7.5")

@@ -1,4 +1,4 @@
-"""The package as people get it: one wheel for any Python of a platform, which needs no compiler."""
+"""Tests of the wheel: one per platform for any Python 3, installed without a compiler."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ print(json.dumps([str(path), library.quire_abi(), library.quire_kernels().decode
 
 
 def pip_wheel(source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A compiler's warning is an error here. Without a cmake on the machine, pip has to fetch one."""
+    """Build a wheel with compiler warnings as errors. If cmake is not installed, pip has to download it."""
     isolation = ["--no-build-isolation"] if shutil.which("cmake") else []
     settings = (
         f"build-dir={folder / 'objects'}",
         "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON",
-        "cmake.define.CMAKE_C_FLAGS_RELEASE=-O0 -DNDEBUG",  # a third of the time; its speed is nobody's business here
+        "cmake.define.CMAKE_C_FLAGS_RELEASE=-O0 -DNDEBUG",  # without optimization, the build takes a third of the time
     )
     options = [*isolation, *(f"--config-settings={setting}" for setting in settings)]
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", *options, "--wheel-dir", str(folder), str(source)]
@@ -45,7 +45,7 @@ def pip_wheel(source: Path, folder: Path, **environment: str) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By way of the source distribution, which must hold all that it takes."""
+    """Wheel built from the source distribution, which must contain all necessary files."""
     folder = tmp_path_factory.mktemp("wheel")
     script = f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True)
@@ -56,13 +56,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_any_python_of_a_platform_can_use_it(wheel: Path) -> None:
+def test_the_wheel_is_for_any_python_3_of_a_platform(wheel: Path) -> None:
     name, version, python, abi, platform = wheel.stem.split("-")
-    assert (name, version, python, abi) == ("quire", __version__, "py3", "none")
+    assert (name, version, python, abi) == ("quire_llm", __version__, "py3", "none")
     assert platform.startswith(("linux_", "macosx_"))
 
 
-def test_it_holds_the_library_and_no_c(wheel: Path) -> None:
+def test_the_wheel_contains_the_library_and_no_c_sources(wheel: Path) -> None:
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("quire/")}
     libraries = {path for path in held if path.suffix in LIBRARIES}
     assert [path.parent.as_posix() for path in libraries] == ["quire/backends/native"]
@@ -72,12 +72,12 @@ def test_it_holds_the_library_and_no_c(wheel: Path) -> None:
     }
 
 
-def test_it_runs_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
-    # What quire depends on, but not quire: the .pth file of an editable install is only read where Python looks itself.
+    # Provides the dependencies, but not quire: Python does not read .pth files of folders in PYTHONPATH.
     bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": sysconfig.get_path("purelib")}
     looked = subprocess.run(
         [str(python), "-c", LOOK], env=bare, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -94,7 +94,7 @@ def test_it_runs_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None
     assert (native["name"], native["runs"], native["kernels"]) == ("native", True, kernels)
 
 
-def test_without_a_compiler_the_build_says_so(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_fails_with_a_message(tmp_path: Path) -> None:
     outcome = pip_wheel(ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
     assert outcome.returncode != 0
     assert "quire needs a C compiler" in outcome.stdout + outcome.stderr

@@ -1,4 +1,4 @@
-"""A whole model that loads in no time: two layers of random weights, a trained tokenizer, a ChatML template."""
+"""A complete model that loads quickly: two layers of random weights, a trained tokenizer, a ChatML template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, max_model_len: int = 4096) -> Path:
-    """A llama of 2 layers and 64 wide, 4 heads on 2."""
+    """Write a llama model with 2 layers, hidden size 64, 4 heads and 2 KV heads."""
     spec = byte_level_json()
     vocab_size = max(*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])) + 1
     config = {

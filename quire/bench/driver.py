@@ -1,4 +1,4 @@
-"""Drives an engine as a crowd of clients would, and takes the times."""
+"""Runs requests of several clients on an engine and measures the times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Track:
-    """One request as its client sees it."""
+    """Times and token counts of one request."""
 
     def __init__(self, request_id: int, priority: Priority) -> None:
         self.request_id = request_id
@@ -53,7 +53,7 @@ class Track:
 
 
 class Session:
-    """Requests on their way through an engine, and what its plans did for them."""
+    """Requests that run on an engine, with counters read from its plans."""
 
     def __init__(self, engine: Engine, next_id: Callable[[], int]) -> None:
         self.engine = engine
@@ -65,7 +65,7 @@ class Session:
     def add(
         self, prompt: Sequence[int], max_tokens: int, *, priority: Priority = Priority.NORMAL, salt: str = ""
     ) -> Track:
-        """Greedy, and to the end of max_tokens whatever the model says."""
+        """Add a greedy request that generates exactly `max_tokens` tokens: it has no stop tokens."""
         track = Track(self._next_id(), priority)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.engine.add(track.request_id, prompt, sampling, priority=priority, salt=salt)
@@ -88,6 +88,7 @@ class Session:
             self.step()
 
     def note(self, plan: StepPlan) -> None:
+        """Count copies and prefill tokens of a plan."""
         self.num_copies += len(plan.copies)
         self.num_prefill_tokens += sum(
             min(piece.length, piece.num_prompt_tokens - piece.start)
@@ -98,7 +99,10 @@ class Session:
 
 @contextmanager
 def driven(engine: Engine, next_id: Callable[[], int]) -> Iterator[Session]:
-    """Leaves the engine as it was, without requests, though something went wrong."""
+    """A session on an engine.
+
+    On exit, also after an error, all requests are ended and `on_plan` is restored.
+    """
     session, before = Session(engine, next_id), engine.on_plan
     engine.on_plan = session.note
     try:
@@ -108,12 +112,12 @@ def driven(engine: Engine, next_id: Callable[[], int]) -> Iterator[Session]:
         for request_id, track in session.tracks.items():
             if not track.is_finished:
                 engine.cancel(request_id)
-        while engine.has_work:  # a step in flight: the runner must not hand its result to whoever comes next
+        while engine.has_work:  # finish a step in flight: its result must not reach later requests
             engine.step()
 
 
 class Prompts:
-    """Real text in the model's own tokens, different for every seed and every call."""
+    """Prompts of real text in the model's tokens, different for every seed and every call."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -126,11 +130,14 @@ class Prompts:
         return ids[:num_tokens]
 
     def tails(self, count: int, num_tokens: int) -> list[list[int]]:
-        """No two begin with the same token: the cache reuses parts of a block too, and would copy that one token."""
+        """Token lists with different first tokens.
+
+        With equal first tokens, the cache would reuse part of a block and copy it.
+        """
         ids = self._tokenizer.encode(" " + self._text(), add_special=False)
-        starts = list({token: place for place, token in reversed(list(enumerate(ids[:-num_tokens])))}.values())
+        starts = list({token: index for index, token in reversed(list(enumerate(ids[:-num_tokens])))}.values())
         if len(starts) < count:
-            raise InvalidRequest(f"tokenizer: {len(starts)} different tokens in {len(ids)}, not the {count} needed")
+            raise InvalidRequest(f"tokenizer: {len(starts)} different tokens in {len(ids)}, but {count} are needed")
         return [ids[start : start + num_tokens] for start in starts[:count]]
 
     def _text(self) -> str:
@@ -138,7 +145,7 @@ class Prompts:
 
 
 class Threads:
-    """How many threads compute, where that can be chosen."""
+    """Sets the number of compute threads, where the backend supports it."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -146,7 +153,7 @@ class Threads:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """More threads are not always faster for one stream."""
+        """Thread counts to measure: more threads are not always faster for one stream."""
         return (self.default,) if self.default == 1 else (self.default, 1)
 
     @contextmanager
@@ -159,7 +166,7 @@ class Threads:
 
 
 class Bench:
-    """A run in progress: the engine, where its prompts come from, and how far it is."""
+    """State of a benchmark run: the engine, the source of prompts, and the progress."""
 
     def __init__(self, llm: LLM, config: BenchConfig, progress: Progress) -> None:
         self.engine = llm.engine
@@ -174,8 +181,8 @@ class Bench:
         sizes = {"speedup": config.rounds * per_round, "prefix": config.rounds + 1}
         self._num_stages = len(self.threads.choices) + sum(sizes.get(part, 0) for part in config.parts)
 
-    def tell(self, what: str) -> None:
-        """Something begins."""
+    def begin_stage(self, what: str) -> None:
+        """Report the start of a stage to the progress callback."""
         self._progress(Stage(what, self._num_done, self._num_stages, self._expected_s))
         self._num_done += 1
 
@@ -183,11 +190,11 @@ class Bench:
         return driven(self.engine, self.next_id)
 
     def warm_up(self) -> None:
-        """Touch every path once, and learn the pace from it."""
+        """Run every code path once, and estimate the duration of the whole run from it."""
         config = self.config
         singles = []
         for num_threads in self.threads.choices:
-            self.tell("warming up")
+            self.begin_stage("warming up")
             singles.append(self.measure(1, 0, num_threads))
         if "speedup" in config.parts:
             for clients in config.batches:
@@ -197,7 +204,7 @@ class Bench:
     def measure(
         self, clients: int, number: int, num_threads: int, *, num_prompt: int = 0, num_output: int = 0
     ) -> Measurement:
-        """Clients that arrive together, each with a prompt and a salt of its own: there is nothing to share."""
+        """Measure clients that arrive together, each with its own prompt and salt, so that nothing is shared."""
         num_prompt, num_output = num_prompt or self.config.prompt_tokens, num_output or self.config.output_tokens
         prompts = [self.prompts.make(num_prompt) for _ in range(clients)]
         self.engine.scheduler.cache.clear()
@@ -225,7 +232,10 @@ class Bench:
 
 
 def _expected_s(config: BenchConfig, one: Measurement, num_choices: int) -> float:
-    """A guess from one request: prompts cost by the token, and a step of K clients about as much as K / 3 of one."""
+    """Estimated duration of the run, from one request.
+
+    Prompts cost time per token, and a step of K clients takes about K / 3 as long as one.
+    """
     prefill_s = one.ttft_ms / 1000 / config.prompt_tokens
     step_s = (one.wall_s - one.ttft_ms / 1000) / (config.output_tokens - 1)
     per_round = (num_choices + len(config.batches)) * one.wall_s

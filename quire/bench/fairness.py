@@ -1,4 +1,4 @@
-"""From what the clients of a server saw to a report on its fairness. Pure: no HTTP and no clock."""
+"""Computes the fairness report from client measurements. Pure: no HTTP and no clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from quire.bench.report import BacklogReport, BenchConfig, FairnessReport, Laten
 from quire.core.ledger import LOW_SHARE
 from quire.sim.simulator import percentile
 
-NUM_WINDOWS = 3  # "at every moment": a policy that fails after a while fails in the later ones
+NUM_WINDOWS = 3  # separate windows, because a policy may fail only after some time
 MAX_TTFT_RATIO = 3.0
 MAX_BACKLOG = 4096
-SHARE_KEPT = 0.9  # of the guaranteed share: a measurement ends in the middle of somebody's prompt
+SHARE_KEPT = 0.9  # tolerance for the guaranteed share: the measurement ends in the middle of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request."""
+    """Measurements of one request."""
 
-    begun_s: float  # since its phase began
-    ttft_s: float  # if it was given up before its first token: how long it had waited by then
+    begun_s: float  # start, from the start of its phase
+    ttft_s: float  # if the request was aborted before its first token: the time until then
     num_tokens: int
     decode_s: float  # from the first token to the last
 
@@ -68,10 +68,11 @@ def fairness_report(
 
 
 def backlog_size(config: BenchConfig, idle: Sequence[Sample]) -> int:
-    """LOW requests to keep outstanding, so that the oldest of them has waited since the phase began.
+    """Number of LOW requests to keep outstanding.
 
-    A policy that lets waiting requests age treats an old backlog otherwise than a new one. So there are more than the
-    server could answer during the phase if rows of a batch cost nothing: each slot as fast as one request alone.
+    The oldest must have waited since the start of the phase, because a policy with aging treats an old backlog
+    differently from a new one. So the backlog is larger than what the server could answer during the phase if batch
+    rows cost nothing, that is, if each row were as fast as one request alone.
     """
     rate = latency(idle).decode_tokens_per_s or 0.0
     num_answered = ceil(config.seconds * config.max_num_seqs * rate / config.output_tokens)
@@ -91,7 +92,7 @@ def latency(samples: Sequence[Sample]) -> Latency:
 
 
 def windows(samples: Sequence[Sample], seconds: float, idle: Latency) -> tuple[Window, ...]:
-    """Equal parts of the phase, each with the requests that began in it."""
+    """Divide the phase into equal windows. Each contains the requests that started in it."""
     parts: list[list[Sample]] = [[] for _ in range(NUM_WINDOWS)]
     for one in samples:
         parts[min(int(one.begun_s / seconds * NUM_WINDOWS), NUM_WINDOWS - 1)].append(one)

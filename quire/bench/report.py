@@ -1,4 +1,4 @@
-"""What a benchmark is asked for, and what comes out of it: plain values that can be written as JSON."""
+"""Configuration and report of a benchmark: plain values that can be written as JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from quire.errors import InvalidRequest
 
 PARTS = ("speedup", "prefix", "fairness")
-TAIL_TOKENS = 16  # what each prompt of the prefix demonstration has of its own
-LIVE_TOKENS = 32  # answered by the first request while the second one arrives
-SHORT_PROMPT = 24  # of the warm-up
+TAIL_TOKENS = 16  # tokens after the shared head, different in each prompt of the prefix part
+LIVE_TOKENS = 32  # output tokens of the first request, which still decodes when the second one arrives
+SHORT_PROMPT = 24  # prompt tokens in the warm-up
 NUM_IDLE = 20  # HIGH requests on the idle server of the fairness part
-HIGH_PROMPT, HIGH_ANSWER = 40, 32  # tokens of a HIGH request there
+HIGH_PROMPT, HIGH_ANSWER = 40, 32  # prompt and output tokens of a HIGH request in the fairness part
 MAX_SECONDS = 3600.0
 SENTENCES = (
     "The harbour was quiet when the last ferry came in, and the lamps along the quay went out one by one.",
@@ -41,9 +41,9 @@ class BenchConfig:
     rounds: int = 3
     prompt_tokens: int = 100
     output_tokens: int = 64
-    head_tokens: int = 1024  # what the prompts of the prefix demonstration have in common
+    head_tokens: int = 1024  # shared head of the prompts of the prefix part
     num_siblings: int = 8
-    seconds: float = 45.0  # of HIGH beside a LOW backlog; half of it with both tiers saturated
+    seconds: float = 45.0  # duration of HIGH next to a LOW backlog; the saturated phase takes half as long
     max_num_seqs: int = 16  # requests in one step of the server whose fairness is measured
     seed: int = 0
 
@@ -66,13 +66,13 @@ class BenchConfig:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """How many clients at once, smallest first; one client is measured in any case."""
+        """Numbers of concurrent clients above 1, ascending. A single client is always measured."""
         return tuple(sorted({number for number in self.clients if number > 1}))
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Some requests that arrived together, from the first arrival to the last token."""
+    """Requests that arrived together, measured from the first arrival to the last token."""
 
     clients: int
     round: int
@@ -80,25 +80,25 @@ class Measurement:
     wall_s: float
     num_output_tokens: int
     num_cached_tokens: int
-    tokens_per_s: float  # output tokens, prompts included in the time
-    decode_tokens_per_s: float | None  # from the moment everyone has a first token
+    tokens_per_s: float  # output tokens; the time includes prefill
+    decode_tokens_per_s: float | None  # after all clients have their first token
     ttft_ms: float  # median of the clients
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One at a time: the best measurement of all, whatever the number of threads it had."""
+    """The best measurement of one client at a time, over all thread counts."""
 
     tokens_per_s: float
     decode_tokens_per_s: float
-    median_tokens_per_s: float  # of those with as many threads as the best
+    median_tokens_per_s: float  # of the measurements with the best thread count
     num_threads: int
     best_by_threads: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """So many clients at once. Medians over the rounds; ratios against the best baseline of the whole run."""
+    """Results for one number of concurrent clients: medians over the rounds, ratios to the best baseline."""
 
     clients: int
     tokens_per_s: float
@@ -108,7 +108,7 @@ class Level:
     ratio_min: float
     ratio_max: float
     decode_ratio: float | None
-    ratio_to_median: float  # against the median baseline: typical against typical
+    ratio_to_median: float  # to the median baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class SpeedupReport:
     baseline: Baseline
     levels: tuple[Level, ...]
     measurements: tuple[Measurement, ...]
-    num_cached_tokens: int  # 0, or the cache has helped
+    num_cached_tokens: int  # must be 0: the cache must not help
     is_held: bool
 
     @property
@@ -126,39 +126,45 @@ class SpeedupReport:
 
 @dataclass(frozen=True, slots=True)
 class SiblingReport:
-    """Requests with one new prompt that arrive together."""
+    """Requests with the same uncached prompt that arrive together."""
 
     num_requests: int
     prompt_tokens: int
-    prefill_tokens: int  # computed for all of them
-    prefill_tokens_unshared: int  # what that would be if each computed its own
-    copies: int  # the block of the last prompt token, which everyone goes on writing
+    prefill_tokens: int  # prompt tokens computed for all requests together
+    prefill_tokens_unshared: int  # the same without sharing
+    copies: int  # of the block of the last prompt token, into which each request continues to write
     ttft_max_ms: float
     is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """Requests with one head and tails of their own. Times are medians over the repeats, counts the worst of them."""
+    """Requests with a shared head and different tails.
+
+    Times are medians of the repeats, counts are the worst.
+    """
 
     head_tokens: int
     repeats: int
-    ttft_cold_ms: float  # nothing cached
-    ttft_hit_ms: float  # after everyone else has ended
-    ttft_live_ms: float  # while the first one still decodes
-    ratio: float  # cold to hit
+    ttft_cold_ms: float  # with an empty cache
+    ttft_hit_ms: float  # after all other requests have ended
+    ttft_live_ms: float  # while the first request still decodes
+    ratio: float  # cold / hit
     shared_blocks: int
-    ref_count_min: int  # of the shared blocks, while both run
+    ref_count_min: int  # of the shared blocks, while both requests run
     ref_count_max: int
-    copies: int  # in all plans from the second request on
-    cached_tokens: int  # that the hits found
+    copies: int  # in all plans
+    cached_tokens: int  # found by the later requests
     siblings: SiblingReport
     is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """HIGH requests as their client saw them, over HTTP. None: there were none."""
+    """Latency of HIGH requests, measured by the client over HTTP.
+
+    None: there were no requests.
+    """
 
     requests: int
     ttft_ms_p50: float | None
@@ -169,36 +175,39 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """HIGH requests that began in one part of the backlog phase."""
+    """HIGH requests that started in one window of the backlog phase."""
 
     begin_s: float
     end_s: float
     latency: Latency
-    ttft_ratio: float | None  # p95 of this window / p95 on the idle server; None: nothing to compare
+    ttft_ratio: float | None  # p95 of this window / p95 on the idle server; None: one of them is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogReport:
-    """HIGH requests, one at a time, while LOW requests never run out."""
+    """HIGH requests, one at a time, next to a permanent backlog of LOW requests."""
 
     seconds: float
-    num_low: int  # LOW requests outstanding, at least
+    num_low: int  # minimum number of outstanding LOW requests
     windows: tuple[Window, ...]
     latency: Latency  # of all windows
     decode_ratio: float | None  # HIGH decode speed / the speed on the idle server
-    low_tokens_per_s: float  # received by LOW clients meanwhile, prompts included
-    client_cpu: float  # CPU time of the client, which shares the machine with the server, in cores
+    low_tokens_per_s: float  # prompt and output tokens of LOW requests in the same time
+    client_cpu: float  # CPU cores used by the client, which runs on the same machine as the server
 
 
 @dataclass(frozen=True, slots=True)
 class SaturatedReport:
-    """Both tiers always have requests waiting. Tokens are counted where they arrive, prompts with their first token."""
+    """Phase in which both tiers always have waiting requests.
+
+    Tokens are counted when the client receives them; prompt tokens are counted with the first output token.
+    """
 
     seconds: float
-    num_each: int  # requests outstanding in each tier, at least
+    num_each: int  # minimum number of outstanding requests in each tier
     high_tokens: int
     low_tokens: int
-    low_share: float | None  # of all tokens; None: there were none
+    low_share: float | None  # of all tokens; None: there were no tokens
     guaranteed_share: float
     client_cpu: float
 
@@ -209,14 +218,14 @@ class FairnessReport:
     idle: Latency
     backlog: BacklogReport
     saturated: SaturatedReport
-    max_ttft_ratio: float  # the promise: no window is above it
-    min_low_share: float  # the promise, less what a short measurement may miss
+    max_ttft_ratio: float  # limit for every window
+    min_low_share: float  # guaranteed share, less a tolerance for the short measurement
     is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the figures were measured on."""
+    """The setup that was measured."""
 
     model: str
     backend: str
@@ -240,23 +249,23 @@ class BenchReport:
 
     @property
     def not_held(self) -> tuple[str, ...]:
-        """What a demonstration was to show and did not, in words."""
+        """Messages for the criteria that were not met."""
         return tuple(_problems(self))
 
 
 def _problems(report: BenchReport) -> Iterator[str]:
     if report.speedup is not None and not report.speedup.is_held:
-        yield f"speedup: the cache gave {report.speedup.num_cached_tokens} tokens, and should give none"
+        yield f"speedup: {report.speedup.num_cached_tokens} tokens came from the cache, expected 0"
     if (prefix := report.prefix) is not None and not prefix.is_held:
         counts = f"{prefix.ref_count_min} to {prefix.ref_count_max}"
         yield (
             f"prefix: {prefix.shared_blocks} blocks shared with ref counts {counts} and {prefix.copies} copies;"
-            f" {prefix.head_tokens} tokens should be shared with a count of 2 and no copy"
+            f" expected {prefix.head_tokens} shared tokens with ref count 2 and no copy"
         )
     if (prefix := report.prefix) is not None and not prefix.siblings.is_held:
         one = prefix.siblings
-        wanted = f"{one.num_requests} with one prompt of {one.prompt_tokens}"
-        yield f"siblings: {wanted} computed {one.prefill_tokens} tokens, and should compute it once"
+        wanted = f"{one.num_requests} requests with the same prompt of {one.prompt_tokens} tokens"
+        yield f"siblings: {wanted} computed {one.prefill_tokens} tokens, expected the prompt once"
     if report.fairness is not None and not report.fairness.is_held:
         yield from _unfair(report.fairness)
 
@@ -266,23 +275,23 @@ def _unfair(fair: FairnessReport) -> Iterator[str]:
     if any(ratio is None or ratio > fair.max_ttft_ratio for ratio in ratios):
         found = ", ".join("unknown" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         yield (
-            f"fairness: HIGH TTFT p95 beside a LOW backlog, window by window, is {found} times that of an idle server,"
-            f" and should be at most {fair.max_ttft_ratio:g} times"
+            f"fairness: HIGH TTFT p95 next to a LOW backlog, by window, is {found} times that of an idle server,"
+            f" expected at most {fair.max_ttft_ratio:g} times"
         )
     share = fair.saturated.low_share
     if share is None or share < fair.min_low_share:
-        found = "no tokens at all were made" if share is None else f"LOW had {share:.1%} of all tokens"
-        yield f"fairness: {found} under endless HIGH, and LOW should have at least {fair.min_low_share:.1%}"
+        found = "no tokens were generated" if share is None else f"LOW had {share:.1%} of all tokens"
+        yield f"fairness: {found} under constant HIGH load, expected at least {fair.min_low_share:.1%} for LOW"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a run is, for whoever shows it."""
+    """Progress of a run."""
 
     what: str
     num_done: int
     num_stages: int
-    expected_s: float | None = None  # of the whole run, once the model's pace is known
+    expected_s: float | None = None  # estimated duration of the whole run, known after the warm-up
 
 
 Progress = Callable[[Stage], None]

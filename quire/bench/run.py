@@ -1,4 +1,4 @@
-"""The parts of the benchmark that drive a loaded model in this process: all but fairness."""
+"""Runs the parts of the benchmark that use a model in this process: all except fairness."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage: None) -> BenchReport:
-    """Measure a loaded model that has nothing else to do. Leaves its prefix cache empty.
+    """Benchmark a loaded, idle model. Empties its prefix cache.
 
-    Fairness is measured on a server, by `quire/cli/bench_fairness.py`: the report has none yet.
+    The report has no fairness part: `quire/cli/bench_fairness.py` measures it on a server.
     """
     _check_fits(llm.engine, config)
     begun_s = time.perf_counter()
@@ -39,10 +39,10 @@ def run_bench(llm: LLM, config: BenchConfig, progress: Progress = lambda _stage:
 
 
 def _check_fits(engine: Engine, config: BenchConfig) -> None:
-    """Refuse what could not run undisturbed: too long, or so much that requests would wait or be preempted."""
+    """Raise if requests would exceed the context, or would have to wait or be preempted."""
     capacity, max_model_len = engine.capacity, engine.scheduler.max_model_len
     if engine.has_work:
-        raise InvalidRequest("engine: it has requests of its own; a benchmark needs it alone")
+        raise InvalidRequest("engine: it has requests; a benchmark needs an idle engine")
     longest = {
         "speedup": config.prompt_tokens + config.output_tokens,
         "prefix": config.head_tokens + TAIL_TOKENS + LIVE_TOKENS,

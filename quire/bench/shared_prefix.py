@@ -1,10 +1,9 @@
-"""A head that requests share."""
+"""Benchmark of a prompt prefix shared by several requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from quire.bench.driver import Bench, Track
 from quire.bench.report import (
@@ -14,23 +13,20 @@ from quire.bench.report import (
     SiblingReport,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
     cold: Track
     live: Track
     hit: Track
-    ref_counts: tuple[int, ...]  # of the blocks that two tables have in common, while both run
+    ref_counts: tuple[int, ...]  # of the blocks that both block tables contain, while both requests run
     num_copies: int
 
 
 def measure_prefix(bench: Bench) -> PrefixReport:
     config, repeats = bench.config, []
     for number in range(config.rounds):
-        bench.tell(f"prefix, {number + 1} of {config.rounds}")
+        bench.begin_stage(f"prefix, {number + 1} of {config.rounds}")
         repeats.append(_share_head(bench))
     siblings = _run_siblings(bench)
     cold_s, hit_s = median(one.cold.ttft_s for one in repeats), median(one.hit.ttft_s for one in repeats)
@@ -58,7 +54,7 @@ def measure_prefix(bench: Bench) -> PrefixReport:
 
 
 def _share_head(bench: Bench) -> _Sharing:
-    """One request in the cold, one while that still decodes, one after both."""
+    """Run one request with an empty cache, one while the first still decodes, and one after both."""
     head = bench.prompts.make(bench.config.head_tokens)
     tails = bench.prompts.tails(3, TAIL_TOKENS)
     scheduler = bench.engine.scheduler
@@ -79,7 +75,7 @@ def _share_head(bench: Bench) -> _Sharing:
 
 def _run_siblings(bench: Bench) -> SiblingReport:
     config, block_size = bench.config, bench.engine.capacity.block_size
-    bench.tell(f"prefix, {config.num_siblings} siblings")
+    bench.begin_stage(f"prefix, {config.num_siblings} siblings")
     bench.engine.scheduler.cache.clear()
     prompt = bench.prompts.make(config.head_tokens)
     with bench.session() as session:

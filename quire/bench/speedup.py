@@ -1,10 +1,9 @@
-"""Many clients against one at a time."""
+"""Benchmark of concurrent clients, compared with one client at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from quire.bench.driver import Bench
 from quire.bench.report import (
@@ -14,24 +13,21 @@ from quire.bench.report import (
     SpeedupReport,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 def measure_speedup(bench: Bench) -> SpeedupReport:
-    """Every batch has a single stream before and after it, so that both saw the machine in the same mood."""
+    """Measure each batch between two single streams, so that both see the same machine state."""
     config, threads = bench.config, bench.threads
     singles: list[Measurement] = []
     batches: list[Measurement] = []
     for number in range(config.rounds):
         name = f"round {number + 1} of {config.rounds}"
         for num_threads in threads.choices:
-            bench.tell(f"{name}: one at a time")
+            bench.begin_stage(f"{name}: one at a time")
             singles.append(bench.measure(1, number, num_threads))
         for clients in config.batches:
-            bench.tell(f"{name}: {clients} clients")
+            bench.begin_stage(f"{name}: {clients} clients")
             batches.append(bench.measure(clients, number, threads.default))
-            bench.tell(f"{name}: one at a time")
+            bench.begin_stage(f"{name}: one at a time")
             singles.append(bench.measure(1, number, _best(singles).num_threads))
     baseline = _baseline(singles)
     levels = tuple(

@@ -1,5 +1,5 @@
-"""The heart of quire: who may use which memory, and when.
+"""Scheduling and KV cache management.
 
-Standard library only. No tensors, threads, clocks, randomness or logs: time comes in as an argument and news go out as
-values, so the same calls always give the same plans.
+Uses the standard library only. It has no tensors, threads, clocks, randomness or logs: time is an argument and events
+are returned as values, so the same calls always produce the same plans.
 """

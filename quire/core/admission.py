@@ -1,4 +1,4 @@
-"""Admission: which waiting request starts in a step, what it shares, and which requests are preempted for it."""
+"""Admission of waiting requests: prefix sharing, free blocks and preemption."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from quire.core.running import RunningSet
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvariantViolation
 
-# A resumed request whose blocks were lost is spared until it has computed this many new tokens. Otherwise it could
-# spend all of its tier's share on the same prompt, again and again.
+# A resumed request that lost its blocks cannot be preempted until it has computed this many new tokens. Otherwise it
+# could spend all of its tier's share on recomputing the same prompt.
 MAX_SPARED_TOKENS = 32
 
 
-class _Way(NamedTuple):
-    """What has to go for an admission."""
+class _PreemptionPlan(NamedTuple):
+    """Pins to drop (oldest first) and requests to preempt so that a waiting request can start."""
 
     num_pins: int
     victims: list[Request]
 
 
 class Admission:
+    """Starts waiting requests, shares cached prefixes with them and preempts running requests for them."""
+
     def __init__(
         self,
         cache: KVCacheManager,
@@ -45,11 +47,14 @@ class Admission:
         self._waiting = waiting
         self._max_chunk_tokens = max_chunk_tokens
         self._observe = observe
-        self._failed_attempt: tuple[int, ...] = ()  # of `_find_way`
+        self._failed_attempt: tuple[int, ...] = ()  # key of the last failed `_plan_preemption`
         self._failed_missing = 0
 
     def explain(self, request: Request, hit: PrefixHit) -> CacheExplanation:
-        """Why this hit goes no further; what others are computing at this moment counts as in flight."""
+        """Explain where a hit ends and why.
+
+        Blocks that other requests are computing now count as in flight.
+        """
         chain, size = self._cache.chain(request), self._cache.block_size
 
         def is_in_flight(number: int) -> bool:
@@ -65,22 +70,28 @@ class Admission:
     # Prefixes in flight
 
     def note_pending(self, step: StepDraft, owner: Request) -> None:
-        """Remember the first full block of known tokens that a running request has still to compute.
+        """Record the first full block of known tokens that a running request has yet to compute.
 
-        A request that shares a later block with it shares this one too.
+        A request that shares a later block with it shares this block too.
         """
         number = owner.num_computed // self._cache.block_size
         is_known = (number + 1) * self._cache.block_size <= len(owner.tokens)
         if is_known and self.can_share(owner):
-            name = self._cache.chain(owner).key(number)
-            step.pending.setdefault(number, {}).setdefault(name, []).append(owner)
+            key = self._cache.chain(owner).key(number)
+            step.pending.setdefault(number, {}).setdefault(key, []).append(owner)
 
     def can_share(self, owner: Request) -> bool:
-        """Whether the next block of a running request will be published: not after a `clear`, or a collision."""
+        """Whether the next block of a running request will be published.
+
+        False after a `clear` or a collision.
+        """
         return self._cache.can_publish(owner, owner.num_computed // self._cache.block_size)
 
     def park(self, step: StepDraft, request: Request) -> bool:
-        """Let a request wait for a prefix that a running one is computing. False if there is none."""
+        """Let a request wait for a prefix that a running request is computing.
+
+        Returns False if there is none.
+        """
         found = self._find_owner(step, request)
         if found is None:
             return False
@@ -91,7 +102,7 @@ class Admission:
         return True
 
     def _find_owner(self, step: StepDraft, request: Request) -> tuple[Request, int] | None:
-        """Who computes what this request needs, and how many tokens it has to compute until both have it."""
+        """The running request that computes a shared prefix, and the length of that prefix in tokens."""
         if request.sampling.prompt_logprobs is not None:
             return None
         parent = request.parent
@@ -103,10 +114,10 @@ class Admission:
         chain, size = self._cache.chain(request), self._cache.block_size
         num_full = len(request.tokens) // size
         for number, owners in step.pending.items():
-            name = chain.key(number) if number < num_full else b""
-            if name not in owners or self._cache.tree.standing(name) is not None:
+            key = chain.key(number) if number < num_full else b""
+            if key not in owners or self._cache.tree.find(key) is not None:
                 continue
-            for owner in owners[name]:
+            for owner in owners[key]:
                 if self._is_owner(owner, request):
                     last = min(num_full, len(owner.tokens) // size)
                     return owner, size * chain.num_common(self._cache.chain(owner), number + 1, last)
@@ -118,11 +129,12 @@ class Admission:
     # Starting a request
 
     def try_admit(self, step: StepDraft, request: Request) -> bool:
-        """Start a waiting request, or leave everything as it is.
+        """Start a waiting request. If it does not fit, return False and change nothing.
 
-        It gets blocks for its whole known context at once, and leaves one for each running request: they all grow, and
-        would preempt it soon. What it lacks it may take from requests that it may preempt. A request that may not
-        preempt leaves a place and a block for those that wait for a prefix, or all later ones would overtake them.
+        The request gets blocks for its whole known context at once. One free block per running request is left over:
+        all of them grow, and without it they would soon preempt the new request. Missing blocks are taken from requests
+        that it may preempt. A request that may not preempt leaves a batch row and a block for each prefix waiter, or
+        all later requests would overtake the waiters.
         """
         if not all(self._may_preempt(request, victim, step) for victim in step.victims):
             return False  # no ordinary admission in a step that preempted
@@ -130,7 +142,7 @@ class Admission:
         num_kept = 0
         if not is_entitled:
             num_kept = min(self._waiting.num_prefix_waiters(request), self._running.max_num_seqs // 2)
-        # A request of a tier that is owed waits for a place: what is free is for it, and others have to preempt.
+        # A request of an owed tier is waiting: free batch rows are reserved for it, and other requests have to preempt.
         may_take_free = step.closed_from is None
         while True:
             victims = [
@@ -143,7 +155,7 @@ class Admission:
             has_free_seq = may_take_free and self._running.num_free_seqs > num_kept
             if not victims and step.budget < 1:
                 return False
-            if not has_free_seq and not any(self._may_lose_place(victim) for victim in victims):
+            if not has_free_seq and not any(self._may_lose_row(victim) for victim in victims):
                 return False
             hit = self._find_hit(request, step)
             hit, missing = self._find_room(request, hit, num_kept)
@@ -154,19 +166,19 @@ class Admission:
                 return True
             if not victims and self._running and not self._needs_pins(request, hit):
                 return False
-            way = self._find_way(request, hit, missing, victims, has_free_seq=has_free_seq)
-            if way is None:
+            plan = self._plan_preemption(request, hit, missing, victims, has_free_seq=has_free_seq)
+            if plan is None:
                 if not self._running and not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} does not fit an empty pool")
-                return False  # all that may go would not be enough: leave it alone
-            for _ in range(way.num_pins):
+                return False  # preempting all candidates would not free enough: preempt none
+            for _ in range(plan.num_pins):
                 self._cache.pins.yield_oldest()
-            for victim in way.victims:
+            for victim in plan.victims:
                 self.preempt(step, victim, request)
-            may_take_free = may_take_free or bool(way.victims)
+            may_take_free = may_take_free or bool(plan.victims)
 
-    def _may_lose_place(self, victim: Request) -> bool:
-        """Whether its tier holds more places than it keeps."""
+    def _may_lose_row(self, victim: Request) -> bool:
+        """Whether the victim's tier holds more batch rows than its guaranteed number."""
         num_kept = self._policy.num_seqs_kept(victim.priority, self._running.max_num_seqs)
         return self._running.counts[victim.priority] > num_kept
 
@@ -174,18 +186,19 @@ class Admission:
         return self._policy.may_preempt(request, running, step.now_ns)
 
     def _find_room(self, request: Request, hit: PrefixHit, num_kept: int) -> tuple[PrefixHit, int]:
-        """What of a hit to use, and how many blocks are then missing for the rest."""
+        """The part of a hit to use, and the number of blocks that are then missing."""
         upto = len(request.tokens)
         missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
         if missing > 0 and hit.tail is not None:
-            hit = hit.without_tail()  # a tail to copy from costs a block more while the step is in flight
+            hit = hit.without_tail()  # the source of a tail copy occupies one more block while the step is in flight
             missing = self._cache.shortage(request, upto, hit) + self._num_spare(request, hit) + num_kept
         return hit, missing
 
     def _num_spare(self, request: Request, hit: PrefixHit) -> int:
-        """Blocks to leave for the running requests: one each, or what they need until a resumed one has caught up.
+        """Number of blocks to leave free: one per running request, or more for a resumed request.
 
-        Until then it cannot be preempted, and a running request that found no block would have to wait for it.
+        A resumed request cannot be preempted until it has recomputed its tokens, so a running request without a free
+        block would have to wait for it.
         """
         num_steps = 0
         if request.num_preemptions:
@@ -193,24 +206,27 @@ class Admission:
         return len(self._running) * (1 + num_steps // self._cache.block_size)
 
     def _needs_pins(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request could not begin though all others were gone, as long as the pins stay."""
+        """Whether a request could not start on an otherwise empty pool because of the pinned blocks."""
         num_needed = -(-len(request.tokens) // self._cache.block_size) - len(hit.blocks)
         return num_needed > self._cache.pool.num_usable - self._cache.pins.num_blocks
 
-    def _find_way(
+    def _plan_preemption(
         self, request: Request, hit: PrefixHit, missing: int, victims: list[Request], *, has_free_seq: bool
-    ) -> _Way | None:
-        """The fewest pins, and then the fewest victims from the back, without which an admission fits.
+    ) -> _PreemptionPlan | None:
+        """Find the fewest pins, then the fewest victims, that free enough for an admission.
 
-        That takes a look at every block they hold, so a failure is remembered until something is released: a request
-        that grows meanwhile takes as much as it could give.
+        Victims are taken in reverse order of urgency. This reads every block that they hold, so a failure is cached
+        until a block is released. Growth of a victim in the meantime does not change the result: it takes as many
+        blocks as a preemption would return.
         """
         attempt = (request.epoch, self._cache.pool.num_releases, has_free_seq, *[victim.epoch for victim in victims])
         if attempt == self._failed_attempt and missing >= self._failed_missing:
             return None
         num_missing = missing
         blocks = self._cache.pool.blocks
-        kept = {block.block_id for block in hit.blocks}  # freed or not, these are the request's own
+        kept = {
+            block.block_id for block in hit.blocks
+        }  # the request will hold these itself, so they do not become free
         holders: Counter[int] = Counter()
 
         def count_freed(block_ids: Iterable[int]) -> int:
@@ -219,10 +235,10 @@ class Admission:
 
         chosen: list[Request] = []
         candidates = victims[::-1]
-        if not has_free_seq and (last := next(filter(self._may_lose_place, candidates), None)) is not None:
+        if not has_free_seq and (last := next(filter(self._may_lose_row, candidates), None)) is not None:
             candidates.remove(last)
-            chosen.append(last)  # one request must give up its place; perhaps that is enough
-            missing -= count_freed(last.block_table) + 1  # and the block it need not be left
+            chosen.append(last)  # at least one request must give up its batch row
+            missing -= count_freed(last.block_table) + 1  # plus the spare block that was left for it
         num_pins = 0
         for pin in self._cache.pins:
             if missing <= 0:
@@ -235,7 +251,7 @@ class Admission:
             missing -= count_freed(victim.block_table) + 1
             chosen.append(victim)
         if missing <= 0 and (has_free_seq or chosen):
-            return _Way(num_pins, chosen)
+            return _PreemptionPlan(num_pins, chosen)
         self._failed_attempt, self._failed_missing = attempt, num_missing
         return None
 
@@ -245,14 +261,14 @@ class Admission:
         if parent is None or parent.state is not RequestState.RUNNING or request.sampling.prompt_logprobs is not None:
             return hit
         if self._may_preempt(request, parent, step):
-            return hit  # a parent that may have to go is nothing to build on
+            return hit  # the admission may preempt this parent, so its blocks cannot be used
         fork = self._cache.fork(parent, request)
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def _admit(self, step: StepDraft, request: Request, hit: PrefixHit) -> None:
         is_resumed = request.num_preemptions > 0
         if is_resumed:
-            num_lost = len(request.tokens) - hit.num_tokens  # computed again
+            num_lost = len(request.tokens) - hit.num_tokens  # to recompute
             request.num_spared_until = request.num_preempted_at + min(num_lost, MAX_SPARED_TOKENS)
         else:
             request.num_cached_tokens = hit.num_tokens
@@ -270,7 +286,10 @@ class Admission:
         self._observe(Admitted(request.request_id, request.priority, batch_index, request.waited_ns, is_resumed))
 
     def preempt(self, step: StepDraft, victim: Request, by: Request) -> None:
-        """Put a running request back into the queue, with the age it had. Its computed blocks stay findable."""
+        """Put a running request back into the queue.
+
+        It keeps its age, and its computed blocks stay in the cache.
+        """
         self._observe(Preempted(victim.request_id, victim.priority, by.request_id, victim.num_computed))
         victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)
         self._running.vacate(victim)

@@ -9,7 +9,7 @@ from quire.errors import InvalidRequest
 BLOCK_SIZE = 32  # tokens
 MAX_BLOCK_SIZE = 256
 TOKEN_BYTES = 4  # of a token in `KVCacheBlock.tokens`
-NULL_BLOCK_ID = 0  # never handed out: padding in a runner's tables may point here
+NULL_BLOCK_ID = 0  # never allocated: padding in a runner's block tables may point here
 
 
 def check_block_size(block_size: int) -> int:
@@ -21,8 +21,8 @@ def check_block_size(block_size: int) -> int:
 class KVCacheBlock:
     """One block of KV memory and, once its content is published, one node of the prefix tree.
 
-        ref_count 0, not published   free, contents worthless    front of the free list
-        ref_count 0, published       free and cached             back of the free list, findable until taken
+        ref_count 0, not published   free, content undefined     front of the free list
+        ref_count 0, published       free and cached             back of the free list, can be matched until taken
         ref_count >= 1               in use, never evicted       not in the free list
 
     Only `BlockPool` changes `ref_count`; only `PrefixTree` changes `key`, `parent_key`, `tokens` and `twins`.
@@ -34,15 +34,15 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None  # chain key; only of a published full block
-        self.parent_key: bytes | None = None  # position this content follows; None: not published
-        self.tokens = b""  # published tokens, packed (see prefix.pack_tokens)
-        self.twins: list[KVCacheBlock] | None = None  # on the standing block: others with the same content
+        self.parent_key: bytes | None = None  # key of the preceding block; None: not published
+        self.tokens = b""  # published tokens, packed (see chain.pack_tokens)
+        self.twins: list[KVCacheBlock] | None = None  # on the indexed block: other blocks with the same content
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it is published with."""
+        """Number of published tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -55,9 +55,10 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """An intrusive doubly linked list between two sentinels: every operation is O(1), from the middle too.
+    """Intrusive doubly linked list with two sentinels.
 
-    Its order is the order of eviction. A prefix hit on a free block takes it out of the middle.
+    Every operation is O(1), including removal from the middle. The list order is the eviction order. A prefix hit on a
+    free block removes it from the middle.
     """
 
     __slots__ = ("_head", "_len", "_tail")
@@ -108,7 +109,7 @@ class FreeKVCacheBlockQueue:
 
     def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
         if block.next_free is not None:
-            raise ValueError(f"{block!r} is in the free list already")
+            raise ValueError(f"{block!r} is already in the free list")
         block.prev_free, block.next_free = before, after
         before.next_free = after.prev_free = block
         self._len += 1

@@ -1,7 +1,7 @@
-"""A map of the pool for people to look at: what every block is, neighbours together in cells.
+"""Overview of block states for display, with neighbouring blocks grouped into cells.
 
-Kept up to date by what changes, a bounded number of blocks a call: the pool of a large GPU has 100,000 of them, and who
-draws the map must not keep whoever computes waiting.
+Updates are incremental and process a bounded number of blocks per call: the pool of a large GPU has 100,000 blocks, and
+drawing the map must not delay the engine loop.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from quire.core.scheduler import Scheduler
 from quire.errors import InvalidRequest
 
 FIRST_BLOCK = NULL_BLOCK_ID + 1
-MAX_KNOWN = 10_000  # contents of cells that are remembered
+MAX_KNOWN = 10_000  # distinct cell contents kept for deduplication
 
 
 class BlockState(IntEnum):
-    """What a block is to whoever looks: exactly one of these."""
+    """Display state of a block. Each block has exactly one."""
 
-    FREE = 0  # contents worthless
-    CACHED = 1  # nobody holds it; findable until it is taken
-    IN_USE = 2  # one request holds it
-    SHARED = 3  # two or more do
-    PINNED = 4  # kept by a pin alone
+    FREE = 0  # content undefined
+    CACHED = 1  # held by no request; can be matched until it is taken
+    IN_USE = 2  # held by one request
+    SHARED = 3  # held by two or more requests
+    PINNED = 4  # held by pins only
 
 
-_FREE, _CACHED, _IN_USE, _SHARED, _PINNED = BlockState  # looked up once: a map asks 100,000 times
+_FREE, _CACHED, _IN_USE, _SHARED, _PINNED = BlockState  # module globals: a map reads them 100,000 times
 
 
 class CellRun(NamedTuple):
-    """So many cells in a row that hold the same. The rest of each is free; the last cell of a map may be smaller."""
+    """A run of consecutive cells with equal counts.
+
+    The other blocks of each cell are free. The last cell of a map may hold fewer blocks.
+    """
 
     num_cells: int
     num_cached: int
@@ -55,19 +58,19 @@ class HeldRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlocksView:
-    """Some neighbours, looked at closely."""
+    """Details of a range of blocks."""
 
     first: int
     num_blocks: int
-    states: tuple[int, ...]  # how many blocks, by BlockState
-    num_tokens: int  # in all of them
-    max_holders: int  # requests that hold the one held most
-    num_pins: int
-    requests: tuple[tuple[int, int], ...]  # request id, how many of these blocks it holds
+    states: tuple[int, ...]  # number of blocks, indexed by BlockState
+    num_tokens: int  # total of all blocks
+    max_holders: int  # largest number of requests that hold one block
+    num_pins: int  # largest number of pins that hold one block
+    requests: tuple[tuple[int, int], ...]  # (request id, number of these blocks that it holds)
 
 
 def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
-    """`num_pins` of the references are pins."""
+    """Display state of a block, of whose references `num_pins` are pins."""
     num_holders = block.ref_count - num_pins
     if num_holders > 1:
         return _SHARED
@@ -79,7 +82,7 @@ def state_of(block: KVCacheBlock, num_pins: int) -> BlockState:
 
 
 class BlockMap:
-    """While there is one, the pool notes which blocks change. `close` ends that."""
+    """Block states by cell. The pool records changed blocks from construction until `close`."""
 
     def __init__(self, cache: KVCacheManager, max_cells: int) -> None:
         if max_cells < 1:
@@ -92,13 +95,13 @@ class BlockMap:
         self._states = bytearray(len(cache.pool.blocks))
         self._holders = [0] * len(cache.pool.blocks)
         self._counts = [[0] * len(BlockState) for _ in range(num_cells)]
-        self._cells = [(0, 0, 0, 0)] * num_cells  # what `runs` says of each: equal ones are the same object
+        self._cells = [(0, 0, 0, 0)] * num_cells  # counts as `runs` reports them; equal tuples are the same object
         self._known = {cell: cell for cell in self._cells}
         self._totals = [self.num_blocks, *[0] * (len(BlockState) - 1)]
         self._by_holders: Counter[int] = Counter()
         self._held: set[int] = set()  # blocks that a request holds or a pin keeps
         self._shared: set[int] = set()
-        self._next = FIRST_BLOCK  # all before it have been looked at
+        self._next = FIRST_BLOCK  # first block of the initial scan that has not been read yet
         cache.pool.changed = set()
 
     def close(self) -> None:
@@ -106,17 +109,17 @@ class BlockMap:
 
     @property
     def num_pending(self) -> int:
-        """Blocks that were not looked at yet, or have changed since."""
+        """Number of blocks that were not read yet or have changed since."""
         return len(self._cache.pool.blocks) - self._next + len(self._cache.pool.changed or ())
 
     @property
     def max_holders(self) -> int:
-        """Requests that hold the block held by most."""
+        """Largest number of requests that hold one block."""
         return max(self._by_holders, default=0)
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """How many blocks, by BlockState. What has not been looked at counts as free."""
+        """Number of blocks, indexed by BlockState. Blocks that were not read yet count as free."""
         return tuple(self._totals)
 
     def runs(self) -> tuple[CellRun, ...]:
@@ -149,7 +152,7 @@ class BlockMap:
         return tuple(runs)
 
     def update(self, max_blocks: int) -> None:
-        """Look at so many blocks at most: those that changed first."""
+        """Read at most `max_blocks` blocks, changed blocks first."""
         changed = self._cache.pool.changed
         assert changed is not None, "another map was made, or this one is closed"
         if len(changed) <= max_blocks:
@@ -169,7 +172,7 @@ class BlockMap:
             self._cells[index] = known.setdefault(cell, cell)
 
     def _look(self, block_ids: list[int]) -> set[int]:
-        """Returns the cells that are not what they were."""
+        """Read these blocks. Returns the indices of the cells whose counts changed."""
         blocks, states, holders, totals = self._cache.pool.blocks, self._states, self._holders, self._totals
         pinned = self._cache.pins.holders
         dirty: set[int] = set()
@@ -201,6 +204,7 @@ class BlockMap:
                 blocks.discard(block_id)
 
     def _move(self, old: int, new: int) -> None:
+        """Record that the number of holders of one block changed."""
         by_holders = self._by_holders
         if old:
             by_holders[old] -= 1
@@ -211,14 +215,17 @@ class BlockMap:
 
 
 def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The blocks that these requests hold, as (first, how many), in order. Who does not run holds none."""
+    """Blocks held by these requests, as sorted (first, count) ranges.
+
+    A request that is not running holds none.
+    """
     held: set[int] = set()
     for request_id in request_ids:
         request = scheduler.get(request_id)
         if request is not None:
             held.update(request.block_table)
     ranges: list[tuple[int, int]] = []
-    first = end = NULL_BLOCK_ID  # of the range that is not complete
+    first = end = NULL_BLOCK_ID  # current range
     for block_id in sorted(held):
         if block_id != end:
             if end > first:
@@ -231,7 +238,10 @@ def held_ranges(scheduler: Scheduler, request_ids: Sequence[int]) -> tuple[tuple
 
 
 def view_blocks(scheduler: Scheduler, first: int, count: int) -> BlocksView:
-    """Who holds these blocks, and how full they are. Reads; the cost is that of looking through all block tables."""
+    """Details of `count` blocks from `first`.
+
+    Changes nothing; the cost is a search of all block tables.
+    """
     cache = scheduler.cache
     end = first + count
     if not FIRST_BLOCK <= first < end <= len(cache.pool.blocks):

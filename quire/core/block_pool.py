@@ -1,4 +1,4 @@
-"""The block pool: the only place where reference counts change."""
+"""The block pool. Only this module changes reference counts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from quire.errors import InvalidRequest, OutOfBlocks
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    num_blocks: int  # that can be handed out
-    num_free: int  # cached ones included
-    num_cached: int  # free, but findable until taken
-    num_in_use: int  # held by requests or kept by pins
-    num_shared: int  # held more than once
+    num_blocks: int  # that can be allocated
+    num_free: int  # including cached blocks
+    num_cached: int  # free, with content that can be matched until the block is taken
+    num_in_use: int  # held by requests or pins
+    num_shared: int  # with two or more references
     num_evictions: int
 
 
 class BlockPool:
-    """Hands out blocks, shares them, takes them back, and lets the prefix tree find what they contain.
+    """Allocates, shares and releases blocks, and publishes their content in the prefix tree.
 
-    Eviction is lazy: a released block keeps its content, and stays in the tree, until `take` needs it. A released block
-    goes to the back of the free list when it is published and to the front when its content is worth nothing, and a
-    request's blocks are released tail first, so the front of the list is always what is missed least.
+    Eviction is lazy: a released block keeps its content and stays in the tree until `take` needs it. A published block
+    is released to the back of the free list, an unpublished one to the front. The blocks of a request are released tail
+    first. So the block at the front is always the least valuable one.
     """
 
     def __init__(self, num_blocks: int, tree: PrefixTree, observe: Observer = ignore) -> None:
         if num_blocks < 2:
-            raise InvalidRequest(f"num_blocks = {num_blocks} is less than 2: block {NULL_BLOCK_ID} is never handed out")
+            raise InvalidRequest(f"num_blocks = {num_blocks} is less than 2: block {NULL_BLOCK_ID} is never allocated")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
         self.free = FreeKVCacheBlockQueue(self.blocks[NULL_BLOCK_ID + 1 :])
@@ -40,8 +40,8 @@ class BlockPool:
         self._num_cached = 0
         self._num_shared = 0
         self._num_evictions = 0
-        self.num_releases = 0  # a count of changes, for those who remember what did not fit
-        self.changed: set[int] | None = None  # ids of blocks since someone last looked; None: nobody does
+        self.num_releases = 0  # grows with each released block; callers compare it to detect that memory was freed
+        self.changed: set[int] | None = None  # ids of changed blocks, emptied by a BlockMap; None: not recorded
 
     @property
     def num_usable(self) -> int:
@@ -71,9 +71,9 @@ class BlockPool:
         )
 
     def take(self, count: int) -> list[KVCacheBlock]:
-        """`count` blocks of undefined content from the front of the free list, or none at all."""
+        """Allocate `count` blocks of undefined content, or raise `OutOfBlocks` and allocate none."""
         if count > len(self.free):
-            raise OutOfBlocks(f"{count = } blocks asked of {len(self.free)} free")
+            raise OutOfBlocks(f"{count = } blocks requested, {len(self.free)} are free")
         taken = []
         for _ in range(count):
             block = self.free.pop_front()
@@ -85,7 +85,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold blocks that have content: one more reference each, out of the free list if they lie there."""
+        """Add one reference to each block. Free blocks leave the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self.free.remove(block)
@@ -97,16 +97,19 @@ class BlockPool:
         self._note(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give up one reference each. Pass blocks in table order; they are released tail first."""
+        """Drop one reference of each block.
+
+        Pass blocks in table order; they are released tail first.
+        """
         self.num_releases += len(blocks)
         for block in reversed(blocks):
-            assert block.ref_count > 0, f"{block!r} released by someone who does not hold it"
+            assert block.ref_count > 0, f"{block!r} released without a reference"
             block.ref_count -= 1
             if block.ref_count == 1:
                 self._num_shared -= 1
             elif block.ref_count == 0:
                 if block.parent_key is not None and self._tree.is_redundant(block):
-                    self._tree.remove(block)  # a twin keeps the position; one copy is enough to remember
+                    self._tree.remove(block)  # a twin has the same content; one cached copy is enough
                 if block.parent_key is None:
                     self.free.prepend(block)
                 else:
@@ -115,16 +118,20 @@ class BlockPool:
         self._note(blocks)
 
     def fork(self, source: KVCacheBlock) -> KVCacheBlock:
-        """A new block to copy `source` into. Holds `source` as well, until the copy is known to be done."""
+        """Allocate a block to copy `source` into.
+
+        Also holds `source`, until the copy is done (`settle`).
+        """
         self.share((source,))
         return self.take(1)[0]
 
     def publish(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> None:
-        """Make the content of a held block findable, in place of what it was findable by before.
+        """Insert the content of a held block into the tree, in place of its previous content.
 
-        Unless the tree has that tail already, alone or as part of more, or the key collides with other content.
+        The new content is not inserted if the tree already contains this tail, alone or as part of a longer one, or if
+        the key collides with other content.
         """
-        assert block.ref_count > 0, f"{block!r} published by someone who does not hold it"
+        assert block.ref_count > 0, f"{block!r} published without a reference"
         if block.parent_key is not None:
             self._lose_content(self._tree.remove(block))
         inserted = self._tree.insert(block, parent_key, key, tokens)
@@ -132,7 +139,7 @@ class BlockPool:
             self._lose_content((inserted.superseded,))
 
     def evict_unused(self) -> int:
-        """Forget all content that nobody holds. Returns how many blocks lost theirs."""
+        """Evict the content of all free blocks. Returns the number of evicted blocks."""
         num_before = self._num_cached
         for block in list(self.free):
             if block.parent_key is not None:
@@ -143,7 +150,7 @@ class BlockPool:
         return num_before
 
     def clear(self) -> None:
-        """Forget all content, of held blocks too; nobody loses a block."""
+        """Unpublish the content of all blocks, including held ones. References do not change."""
         self._tree.clear()
         self._num_cached = 0
         if self.changed is not None:
@@ -160,7 +167,7 @@ class BlockPool:
         self._num_cached -= 1
         self._num_evictions += 1
         descendants = self._tree.remove(block)
-        if key is not None and self._tree.standing(key) is None:
+        if key is not None and self._tree.find(key) is None:
             self._tree.remember(key)
         if descendants:
             self._lose_content(descendants)
@@ -168,7 +175,7 @@ class BlockPool:
             self._observe(Evicted(block.block_id, num_tokens, len(descendants)))
 
     def _lose_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks that just left the tree: the free ones among them are now the first to take."""
+        """Move the free ones of these blocks, which just left the tree, to the front of the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self._num_cached -= 1

@@ -1,4 +1,4 @@
-"""Names of blocks: chain keys, computed from the tokens of a request and shared by requests with the same tokens."""
+"""Chain keys: hashes that identify a block by its tokens and all tokens before it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from itertools import chain
 from quire.core.block import TOKEN_BYTES
 
 KEY_BYTES = 16
-NAMED_AT_ONCE = 64  # blocks, while a match goes on: those after a miss are named in vain until they are computed
+KEYS_PER_BATCH = 64  # blocks hashed at a time during a match; hashes after the first miss are not needed yet
 
 Digest = Callable[[bytes, bytes], bytes]
 
-_blank = blake2b(digest_size=KEY_BYTES)  # a copy of it takes less time than a new one
+_blank = blake2b(digest_size=KEY_BYTES)  # copying it is faster than creating a new one
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Tokens as big-endian 32-bit words: what the digest reads, and bytes compare in the order of the tokens."""
+    """Pack tokens as big-endian 32-bit words, so that comparing bytes compares tokens in order."""
     words = array("I", tokens)
     if sys.byteorder == "little":
         words.byteswap()
@@ -27,12 +27,15 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def root_key(secret: bytes, salt: str) -> bytes:
-    """Where all chains of one salt begin. Without the secret nobody can compute a key, or aim for a collision."""
+    """Parent key of the first block for one salt.
+
+    Without the secret, keys and collisions cannot be computed.
+    """
     return blake2b(salt.encode(), digest_size=KEY_BYTES, key=secret, person=b"quire root").digest()
 
 
 def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
-    """The chain key of a block: the same tokens after a different parent get a different one."""
+    """Chain key of a block. The same tokens after a different parent have a different key."""
     state = _blank.copy()
     state.update(parent_key)
     state.update(tokens)
@@ -40,7 +43,7 @@ def hash_block_tokens(parent_key: bytes, tokens: bytes) -> bytes:
 
 
 class TokenChain:
-    """The names of one request's blocks, each computed once, when it is first asked for."""
+    """Chain keys of one request's blocks. Each is computed once, on first use."""
 
     __slots__ = ("_block_size", "_blocks", "_digest", "_keys", "_leader", "_num_led", "_tokens", "root")
 
@@ -51,11 +54,11 @@ class TokenChain:
         self._digest = digest
         self._blocks: list[bytes] = []  # packed tokens of full blocks
         self._keys: list[bytes] = []  # and their chain keys
-        self._leader: TokenChain | None = None  # has, or will have, the names of our first blocks,
-        self._num_led = 0  # of so many
+        self._leader: TokenChain | None = None  # a chain with the same first blocks, whose keys are copied on use
+        self._num_led = 0  # number of those blocks
 
     def key(self, index: int) -> bytes:
-        """The chain key of full block `index`, all of whose tokens must be known."""
+        """Chain key of full block `index`. All of its tokens must be known."""
         if len(self._keys) <= index:
             self._extend(index + 1)
         return self._keys[index]
@@ -64,29 +67,29 @@ class TokenChain:
         return self.key(index - 1) if index else self.root
 
     def block(self, index: int) -> bytes:
-        """The tokens of full block `index`, packed."""
+        """Packed tokens of full block `index`."""
         if len(self._blocks) <= index:
             self._extend(index + 1)
         return self._blocks[index]
 
     def full_blocks(self, count: int) -> Iterator[tuple[bytes, bytes]]:
-        """Key and packed tokens of the first `count` blocks, computed as far as they are asked for."""
+        """Key and packed tokens of the first `count` blocks, computed as the iterator advances."""
         return chain.from_iterable(self._batches(count))
 
     def _batches(self, count: int) -> Iterator[Iterable[tuple[bytes, bytes]]]:
         start = 0
         while start < count:
-            end = min(count, start + NAMED_AT_ONCE)
+            end = min(count, start + KEYS_PER_BATCH)
             if len(self._keys) < end:
                 self._extend(end)
             yield zip(self._keys[start:end], self._blocks[start:end], strict=True)
             start = end
 
     def num_common(self, other: TokenChain, known: int, most: int) -> int:
-        """How many of the first `most` full blocks two chains share, if they share the first `known`.
+        """Number of leading full blocks that two chains share, at most `most`.
 
-        Compares tokens, which takes a fraction of the time of hashing them, and hashes neither chain. What they share
-        is named once: this chain takes those names from the other.
+        The caller knows that they share the first `known` blocks. Compares tokens, which is much faster than hashing
+        them, and hashes neither chain. Shared blocks are hashed once: this chain copies their keys from the other one.
         """
         size, ours, theirs = self._block_size, self._tokens, other._tokens
         while known < most:
@@ -100,21 +103,21 @@ class TokenChain:
         return known
 
     def _follow(self, other: TokenChain, count: int) -> None:
-        """Take the names of the first `count` blocks from a chain that shares them, as they are needed."""
+        """Copy the keys of the first `count` blocks, on use, from a chain that shares them."""
         if other._leader is not None and count <= other._num_led:
             other = other._leader
         if other._leader is not None or other is self or count <= max(len(self._keys), self._num_led):
-            return  # a chain follows only one that follows none, so they never form a ring
+            return  # a leader never has a leader itself, so there are no cycles
         self._leader, self._num_led = other, count
 
     def run(self, start: int, stop: int) -> bytes:
-        """The tokens [start, stop), packed."""
+        """Packed tokens [start, stop)."""
         return pack_tokens(self._tokens[start:stop])
 
     def _extend(self, count: int) -> None:
         keys, digest, size = self._keys, self._digest, self._block_size
         if self._leader is not None:
-            self._take_names(self._leader, min(count, self._num_led))
+            self._copy_keys(self._leader, min(count, self._num_led))
         packed = self.run(len(keys) * size, count * size)
         blocks = [packed[i : i + size * TOKEN_BYTES] for i in range(0, len(packed), size * TOKEN_BYTES)]
         key = keys[-1] if keys else self.root
@@ -123,7 +126,7 @@ class TokenChain:
             keys.append(key)
         self._blocks += blocks
 
-    def _take_names(self, leader: TokenChain, count: int) -> None:
+    def _copy_keys(self, leader: TokenChain, count: int) -> None:
         if len(leader._keys) < count:
             leader._extend(count)
         self._blocks += leader._blocks[len(self._keys) : count]

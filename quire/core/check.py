@@ -1,7 +1,7 @@
-"""The invariants of the core, checked from outside: who holds what, what can be found, and that every count agrees.
+"""Checks of the core's invariants: block ownership, the prefix tree, and all counters.
 
-`check_scheduler` checks all of them in one go; the simulator calls it after every event. `audit` is the same in slices
-of bounded work, for a worker with nothing to do. Both read everything and change nothing.
+`check_scheduler` checks all of them in one call; the world simulation calls it after every event. `audit` does the same
+in slices of bounded work, for an idle worker. Both change nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _state = attrgetter(
 )
 _tokens, _request_id = attrgetter("tokens"), attrgetter("request_id")
 _block_id, _block_table = attrgetter("block_id"), attrgetter("block_table")
-_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # of a request that waits
+_IDLE: tuple[object, ...] = (RequestState.WAITING, None, [], 0, 0, 0, 0)  # `_state` of a waiting request
 
 
 def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None) -> None:
-    """Raise `InvariantViolation` if any law is broken. O(blocks + requests).
+    """Raise `InvariantViolation` if any invariant is broken. O(blocks + requests).
 
-    With the roots of all salts in use, it also checks that every chain in the tree begins at one of them.
+    If `roots` holds the root keys of all salts in use, also checks that every chain in the tree starts at one of them.
     """
     _exhaust(audit(scheduler, roots))
 
@@ -42,12 +42,12 @@ def check_scheduler(scheduler: Scheduler, roots: Container[bytes] | None = None)
 def audit(
     scheduler: Scheduler, roots: Container[bytes] | None = None, *, max_blocks: int = sys.maxsize
 ) -> Iterator[None]:
-    """`check_scheduler` in slices: yields each time it has looked at `max_blocks` blocks, or as many requests.
+    """`check_scheduler` in slices: yields after every `max_blocks` blocks, or as many requests.
 
-    What it has seen must not change before it ends: after any change, drop it and begin another.
+    The scheduler must not change before the audit ends: after any change, drop the audit and start a new one.
     """
     cache = scheduler.cache
-    holders = [0] * len(cache.pool.blocks)  # how often each block is held, by what was counted so far
+    holders = [0] * len(cache.pool.blocks)  # references to each block counted so far
     for piece in _slices(chain.from_iterable(map(_block_table, scheduler.running.requests)), max_blocks):
         _count(holders, piece)
         yield
@@ -59,7 +59,10 @@ def audit(
 
 
 def check_cache(cache: KVCacheManager, held: Iterable[int], roots: Container[bytes] | None = None) -> None:
-    """The pool, the tree and the pins, given the block ids that others hold, each as often as it is held."""
+    """Check pool, tree and pins.
+
+    `held`: block ids that others hold, repeated once per reference.
+    """
     holders = [0] * len(cache.pool.blocks)
     _count(holders, held)
     _exhaust(_check_cache(cache, holders, roots, sys.maxsize))
@@ -82,15 +85,15 @@ def _count(holders: list[int], block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             holders[block_id] += 1
     except IndexError:
-        _fail(f"a block is held that is not one of the {len(holders)}")
+        _fail(f"a held block id is not below {len(holders)}")
 
 
 # Requests
 
 
 def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -> Iterator[None]:
-    """`tables`: how often each block stands in one."""
-    promised: dict[tuple[int, int], int] = {}  # a plain dict: a Counter takes longer to make than the rest of this
+    """Check all running requests. `tables`: how often each block occurs in block tables."""
+    promised: dict[tuple[int, int], int] = {}  # a plain dict: creating a Counter takes longer than the rest of this
     for plan in scheduler.in_flight:
         for sequence in plan.slices:
             if sequence.wants_token:
@@ -102,7 +105,7 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
     for request in running:
         _check_running(request, scheduler)
         if request.num_in_flight != promised.get((request.request_id, request.epoch), 0):
-            _fail(f"{request!r} has samples in flight that are not its own")
+            _fail(f"{request!r} counts {request.num_in_flight} samples in flight; the plans in flight differ")
         assert request.batch_index is not None
         batch_indices.append(request.batch_index)
         table, first_written = request.block_table, request.num_computed // scheduler.cache.block_size
@@ -118,21 +121,21 @@ def _check_running_set(scheduler: Scheduler, tables: Sequence[int], size: int) -
                 num_seen = 0
                 yield
     if sorted(batch_indices) != list(range(scheduler.running.max_num_seqs)):
-        _fail(f"places are not each free or held once: {sorted(batch_indices)}")
+        _fail(f"batch rows are not each free or held once: {sorted(batch_indices)}")
     order = [(request.urgency, request.sequence) for request in running]
     if order != sorted(order):
         _fail(f"running requests are out of order: {order}")
 
 
 def _check_running(request: Request, scheduler: Scheduler) -> None:
-    """All but its block table."""
+    """Check the state and the counters of a running request."""
     block_size = scheduler.cache.block_size
     if request.state is not RequestState.RUNNING or request.batch_index is None:
-        _fail(f"{request!r} is among the running")
+        _fail(f"{request!r} is in the running set")
     if not 0 <= request.num_computed <= request.num_planned <= request.num_tokens <= request.token_limit:
         _fail(f"{request!r} has counts out of order")
     if len(request.block_table) * block_size < request.num_planned:
-        _fail(f"{request!r} has a table that does not cover its plan")
+        _fail(f"{request!r} has a block table shorter than its planned tokens")
     if request.num_published > request.num_computed // block_size:
         _fail(f"{request!r} published blocks it has not computed")
 
@@ -140,32 +143,33 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
 def _check_table(
     request: Request, table: Sequence[int], parent_key: bytes | None, cache: KVCacheManager
 ) -> bytes | None:
-    """A part of a table, behind a block of key `parent_key`: who holds a position holds a twin of each before it.
+    """Check a part of a block table, and return the key of its last block.
 
-    Returns the key of its last block.
+    Each published block must follow the block before it, or a twin of that block. `parent_key` is the key of the block
+    before this part.
     """
     blocks = cache.pool.blocks
     for block_id in table:
         block = blocks[block_id]
         if block.parent_key is not None and parent_key not in (None, block.parent_key):
-            _fail(f"{request!r} holds {block!r} but not what it follows")
+            _fail(f"{request!r} holds {block!r} but not the block that it follows")
         parent_key = block.key if block.key is not None else b"nothing follows"
     return parent_key
 
 
 def _check_waiting(scheduler: Scheduler, size: int) -> Iterator[None]:
-    """Those who wait hold nothing, and everyone alive either runs or waits."""
+    """Check that waiting requests hold nothing, and that each live request either runs or waits."""
     num_tokens = 0
     for piece in _slices(scheduler.waiting, size):
         if list(map(_state, piece)) != [_IDLE] * len(piece):
             busy = [(request, _state(request)) for request in piece if _state(request) != _IDLE]
-            _fail(f"waiting but not idle, or with counts of a running request: {busy}")
+            _fail(f"waiting requests have the state or the counts of a running one: {busy}")
         num_tokens += sum(map(len, map(_tokens, piece)))
         _check_alive(scheduler, piece)
         yield
     if scheduler.waiting.num_tokens != num_tokens:
-        _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens of {num_tokens}")
-    _check_alive(scheduler, scheduler.running.requests)  # each in one place, so none is here twice
+        _fail(f"the queue counts {scheduler.waiting.num_tokens} tokens, its requests have {num_tokens}")
+    _check_alive(scheduler, scheduler.running.requests)  # each id maps to one request, so none is counted twice
     num_found = len(scheduler.running) + len(scheduler.waiting)
     if num_found != len(scheduler.requests):
         _fail(f"{num_found} requests run or wait, and {len(scheduler.requests)} are alive")
@@ -174,7 +178,7 @@ def _check_waiting(scheduler: Scheduler, size: int) -> Iterator[None]:
 def _check_alive(scheduler: Scheduler, requests: list[Request]) -> None:
     known = list(map(scheduler.requests.get, map(_request_id, requests)))
     if known != requests:
-        _fail(f"requests that run or wait are not those alive by the same id: {requests} against {known}")
+        _fail(f"requests in the sets differ from the live requests of the same ids: {requests} and {known}")
 
 
 # The cache
@@ -183,15 +187,18 @@ def _check_alive(scheduler: Scheduler, requests: list[Request]) -> None:
 def _check_cache(
     cache: KVCacheManager, holders: list[int], roots: Container[bytes] | None, size: int
 ) -> Iterator[None]:
-    """`holders`: how often each block is held by others than pins; those are added here."""
+    """Check pool, tree and pins.
+
+    `holders`: references to each block, without pins; pins are added here.
+    """
     if cache.pins or cache.pins.holders or cache.pins.owners:
         yield from _check_pins(cache.pins, holders, size)
     pool, tree, is_free = cache.pool, cache.tree, bytearray(len(holders))
     yield from _mark_free(cache, is_free, size)
     if is_free[NULL_BLOCK_ID] or holders[NULL_BLOCK_ID]:
-        _fail("the null block was handed out")
+        _fail("the null block was allocated")
     num_cached = num_shared = 0
-    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # then the tree will not reach it
+    num_published = int(pool.blocks[NULL_BLOCK_ID].parent_key is not None)  # an error: the tree count will differ
     for start in range(NULL_BLOCK_ID + 1, len(holders), size):
         piece = slice(start, start + size)
         for block, num_holders, is_in_list in zip(pool.blocks[piece], holders[piece], is_free[piece], strict=True):
@@ -208,7 +215,7 @@ def _check_cache(
                     num_cached += 1
                 _check_published(block, tree)
             elif block.key is not None or block.tokens or block.twins:
-                _fail(f"{block!r} is not published but says what it contains")
+                _fail(f"{block!r} is not published but has content")
         yield
     if (pool.num_cached, pool.num_shared) != (num_cached, num_shared):
         _fail(f"{pool.stats()} counts wrong: cached {num_cached}, shared {num_shared}")
@@ -216,7 +223,7 @@ def _check_cache(
 
 
 def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]:
-    """What the board says of its pins is so. Counts their blocks in `holders` as well."""
+    """Check the counters of the pin board, and add the pinned blocks to `holders`."""
     pinned = [0] * len(holders)
     num_held = 0
     for piece in _slices(map(_block_id, chain.from_iterable(pin.blocks for pin in pins)), size):
@@ -228,7 +235,7 @@ def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]
     for entries in _slices(pins.holders.items(), size):
         for block_id, num_pins in entries:
             if not num_pins or pinned[block_id] != num_pins:
-                _fail(f"block {block_id} is held by {pinned[block_id]} pins; the board says {num_pins}")
+                _fail(f"block {block_id} is held by {pinned[block_id]} pins; the board counts {num_pins}")
             num_held -= num_pins
         yield
     if num_held or pins.num_blocks > pins.max_blocks:
@@ -238,49 +245,52 @@ def _check_pins(pins: PinBoard, holders: list[int], size: int) -> Iterator[None]
         num_blocks[pin.owner] = num_blocks.get(pin.owner, 0) + len(pin.blocks)
     counted = {name: owner.num_blocks for name, owner in pins.owners.items()}
     if counted != num_blocks or sum(len(owner.pins) for owner in pins.owners.values()) != len(pins):
-        _fail(f"owners hold {num_blocks} blocks by their pins; the board says {pins.owners}")
+        _fail(f"owners hold {num_blocks} blocks through their pins; the board counts {pins.owners}")
 
 
 def _mark_free(cache: KVCacheManager, is_free: bytearray, size: int) -> Iterator[None]:
-    """Walk the free list, and no further than it can be long: a broken one may be a ring."""
+    """Walk the free list and set `is_free`.
+
+    Stops at the number of blocks: a corrupt list may have a cycle.
+    """
     free = cache.pool.free
     num_found = 0
     for piece in _slices(islice(free, len(is_free)), size):
         for block in piece:
             is_free[block.block_id] = 1
             if block.next_free is None or block.next_free.prev_free is not block:
-                _fail(f"the free list is corrupt: what follows {block!r} does not lead back to it")
+                _fail(f"the free list is corrupt: the successor of {block!r} does not link back to it")
         num_found += len(piece)
         yield
     if not num_found == len(free) == is_free.count(1):
-        _fail(f"the free list is corrupt: {num_found} entries, {is_free.count(1)} blocks, a length of {len(free)}")
+        _fail(f"the free list is corrupt: {num_found} entries, {is_free.count(1)} blocks, length {len(free)}")
 
 
 def _check_published(block: KVCacheBlock, tree: PrefixTree) -> None:
     if block.key is None:
         if not 0 < block.num_tokens < tree.block_size:
-            _fail(f"{block!r} is a tail of {block.num_tokens} tokens")
+            _fail(f"{block!r} is published as a tail of {block.num_tokens} tokens")
         return
     if block.num_tokens != tree.block_size:
-        _fail(f"{block!r} is full with {block.num_tokens} tokens")
-    standing = tree.standing(block.key)
-    if standing is not block:
-        if standing is None or block not in (standing.twins or ()):
-            _fail(f"{block!r} is published but not at its position")
-        if (standing.tokens, standing.parent_key) != (block.tokens, block.parent_key):
-            _fail(f"{block!r} and its twin {standing!r} differ")
-    if block.ref_count == 0 and (standing is not block or block.twins):
-        _fail(f"{block!r} is free and remembered though its content stands elsewhere")
+        _fail(f"{block!r} is published as a full block of {block.num_tokens} tokens")
+    indexed = tree.find(block.key)
+    if indexed is not block:
+        if indexed is None or block not in (indexed.twins or ()):
+            _fail(f"{block!r} is published but not in the index")
+        if (indexed.tokens, indexed.parent_key) != (block.tokens, block.parent_key):
+            _fail(f"{block!r} and its twin {indexed!r} differ")
+    if block.ref_count == 0 and (indexed is not block or block.twins):
+        _fail(f"{block!r} is free and cached although another block has the same content")
 
 
 def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | None, size: int) -> Iterator[None]:
-    """Every position is reachable, in order, once, and named after its content."""
+    """Check that every block is reachable once, in sorted order, with the key of its content."""
     num_reached = num_full = 0
     pause = size
-    standing, digest = tree.standing, tree.digest
+    find, digest = tree.find, tree.digest
     for parent_key, children in tree.positions():
-        if roots is not None and parent_key not in roots and standing(parent_key) is None:
-            _fail(f"{list(children)} follow a position that is not there")
+        if roots is not None and parent_key not in roots and find(parent_key) is None:
+            _fail(f"{list(children)} follow a block that is not in the tree")
         previous = None
         for block in children:
             if block.parent_key != parent_key or (previous is not None and previous >= block.tokens):
@@ -290,9 +300,9 @@ def _check_tree(tree: PrefixTree, num_published: int, roots: Container[bytes] | 
             if block.key is not None:
                 num_full += 1
                 if block.key != digest(parent_key, previous):
-                    _fail(f"{block!r} has a key that is not of its content")
-                if standing(block.key) is not block:
-                    _fail(f"{block!r} stands among the children but not in the index")
+                    _fail(f"{block!r} has a key that does not match its content")
+                if find(block.key) is not block:
+                    _fail(f"{block!r} is among the children but not in the index")
             if num_reached >= pause:
                 pause = num_reached + size
                 yield

@@ -1,4 +1,4 @@
-"""The blocks that follow one position of the prefix tree, in the order of their tokens."""
+"""Children of one node of the prefix tree, sorted by tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_BUCKET = 256
 
 
 class SortedBlocks:
-    """Blocks sorted by their packed tokens, no two alike.
+    """Blocks sorted by their packed tokens, without duplicates.
 
-    Kept in buckets: the root of a busy server has a child per conversation, and one long list would pay a long
-    move for each of them.
+    Stored in buckets: the root of a busy server has a child per conversation, and inserting into one long list would
+    move many entries each time.
     """
 
     __slots__ = ("_buckets",)
@@ -32,7 +32,10 @@ class SortedBlocks:
             yield from bucket
 
     def neighbours(self, tokens: bytes) -> tuple[KVCacheBlock | None, KVCacheBlock | None]:
-        """The last block before `tokens` and the first at or after: one of them shares the longest run with it."""
+        """The last block before `tokens` and the first at or after it.
+
+        One of them has the longest common prefix.
+        """
         if not self._buckets:
             return None, None
         b, i = self._locate(tokens)
@@ -59,7 +62,7 @@ class SortedBlocks:
             del bucket[half:]
 
     def replace(self, old: KVCacheBlock, new: KVCacheBlock) -> None:
-        """Put `new`, which has the same tokens, in the place of `old`."""
+        """Replace `old` by `new`, which has the same tokens."""
         b, i = self._find(old)
         self._buckets[b][i] = new
 
@@ -72,7 +75,7 @@ class SortedBlocks:
 
     def _find(self, block: KVCacheBlock) -> tuple[int, int]:
         if self._buckets and self._buckets[0][0] is block:
-            return 0, 0  # an only child, as most are
+            return 0, 0  # most nodes have one child
         if self._buckets:
             b, i = self._locate(block.tokens)
             bucket = self._buckets[b]
@@ -81,7 +84,7 @@ class SortedBlocks:
         raise KeyError(f"{block!r} is not among these children")
 
     def _locate(self, tokens: bytes) -> tuple[int, int]:
-        """The bucket and the index where these tokens are or would go."""
+        """Bucket and index at which these tokens are stored or would be inserted."""
         buckets = self._buckets
         b = 0 if len(buckets) == 1 else min(bisect_left(buckets, tokens, key=_last_tokens), len(buckets) - 1)
         return b, bisect_left(buckets[b], tokens, key=_tokens)

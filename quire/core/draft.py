@@ -1,4 +1,4 @@
-"""A step while it is being planned."""
+"""Mutable state of a step while it is planned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from quire.core.step import BlockCopy, SeqSlice
 
 
 class StepDraft:
+    """Budget, turns, admissions and slices of the step that the planner builds."""
+
     __slots__ = (
         "admitted",
         "allotted",
@@ -29,29 +31,29 @@ class StepDraft:
 
     def __init__(self, now_ns: int, budget: int, *, has_in_flight: bool) -> None:
         self.now_ns = now_ns
-        self.budget = budget  # tokens left beyond one for every running request
-        self.has_in_flight = has_in_flight  # a step before this one is not committed yet
+        self.budget = budget  # tokens left, not counting one reserved for every running request
+        self.has_in_flight = has_in_flight  # the previous step is not committed yet
         self.closed_from: Priority | None = None  # this tier and those below it admit no more requests
         self.rationed: Collection[Priority] = ()  # tiers whose running requests need a turn to be in the step
-        # Running requests of each tier that may want more tokens than their own; where rationed, also that one
+        # Running requests of each tier that want more tokens than the reserved one; in rationed tiers, that one as well
         self.wanting: tuple[list[Request], list[Request], list[Request]] = ([], [], [])
-        self.allotted: dict[
-            int, int
-        ] = {}  # request id -> tokens that a turn gave it; no entry: one, or none if rationed
+        # Request id -> tokens that a turn gave it. Without an entry: one token, or none if rationed
+        self.allotted: dict[int, int] = {}
         self.decodes: dict[tuple[Priority, str], int] = {}  # tier and tenant -> tokens that no turn gave
-        self.left_out: list[Request] = []  # running, with something to compute, and without a token
+        self.left_out: list[Request] = []  # running requests that have work but got no token
         self.short: set[Priority] = set()  # tiers that wanted more than they got
         self.slices: list[SeqSlice] = []
         self.copies: list[BlockCopy] = []
-        self.admitted: set[int] = set()  # in this step
+        self.admitted: set[int] = set()  # ids of requests admitted in this step
         self.victims: list[Request] = []  # preempted in this step
-        # Block number -> chain key of a block that running requests are to compute next -> those requests
+        # Block number -> chain key of a block that running requests compute next -> those requests
         self.pending: dict[int, dict[bytes, list[Request]]] = {}
 
     def close(self, tiers: Collection[Priority]) -> None:
-        """A waiting request of these tiers did not fit. None of them, or below them, is admitted in its place.
+        """Stop admissions of these tiers and those below.
 
-        A tier above them, whose turn comes later because they were owed service, may still preempt for what it needs.
+        Called if a waiting request of these tiers did not fit. A higher tier, whose turn comes later because these
+        tiers were owed service, may still admit requests by preemption.
         """
         self.closed_from = min(tiers) if self.closed_from is None else min(self.closed_from, *tiers)
 

@@ -1,4 +1,7 @@
-"""What happened, as plain values for observers (metrics, logs, the page). The core itself logs nothing."""
+"""Events of the core, as plain values for observers (metrics, logs, the web page).
+
+The core itself logs nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Admitted:
     request_id: int
     priority: Priority
     batch_index: int
-    waited_ns: int  # all its waits together
+    waited_ns: int  # total of all its waits
     is_resumed: bool
 
 
@@ -36,15 +39,15 @@ class PrefixHitFound:
 
     request_id: int
     num_tokens: int
-    num_blocks: int  # shared in place
-    num_tail_tokens: int  # beyond the last full block
-    is_adopted: bool  # the tail continues in place; otherwise it is copied
+    num_blocks: int  # full blocks, shared without a copy
+    num_tail_tokens: int  # after the last full block
+    is_adopted: bool  # the tail block is continued in place; otherwise it is copied
     is_fork: bool  # taken from a running parent's table, not found in the tree
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixWaited:
-    """A request stepped aside because a running one is computing their common prefix."""
+    """A request waits because a running request is computing their common prefix."""
 
     request_id: int
 
@@ -63,12 +66,12 @@ class Evicted:
 
     block_id: int
     num_tokens: int
-    num_descendants: int  # positions behind it that became unreachable
+    num_descendants: int  # blocks after it that became unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class PinYielded:
-    """Pinned blocks became evictable because work needed room, or newer pins did."""
+    """A pin was dropped because a request or a newer pin needed its blocks."""
 
     pin_id: str
     block_ids: tuple[int, ...]
@@ -107,4 +110,4 @@ Observer = Callable[[Event], None]
 
 
 def ignore(_event: Event) -> None:
-    """The observer of those who do not observe."""
+    """Observer that does nothing."""

@@ -1,4 +1,4 @@
-"""A heap of requests that can leave from the middle."""
+"""A heap of requests with removal from the middle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Key = tuple[int, int]  # the policy's key, then order of arrival
 
 
 class RequestHeap:
-    """Requests by a key that does not change. O(log n) for everything.
+    """Requests ordered by a constant key. Every operation is O(log n).
 
-    A removed request is forgotten at once. Its entry leaves the heap when it surfaces, or when half of the heap is such
-    entries.
+    A removed request is dropped at once. Its heap entry is deleted when it reaches the top, or when half of the heap
+    consists of such entries.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class RequestHeap:
         heappush(self._heap, (key, self._num_pushes, request))
 
     def first(self) -> tuple[Key, Request]:
-        """The entry with the smallest key; there must be one."""
+        """The entry with the smallest key. The heap must not be empty."""
         heap = self._heap
         while not self._is_live(heap[0]):
             heappop(heap)

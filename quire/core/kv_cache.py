@@ -1,6 +1,6 @@
-"""Block tables: what a request holds, how it grows, and what it leaves to others.
+"""Block tables of requests: prefix matches, growth, publication and release.
 
-Knows requests, counts and blocks. Knows nothing of order, places or budgets.
+Knows requests, counts and blocks. Knows nothing of scheduling order, batch rows or token budgets.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.errors import ContextTooLong, OutOfBlocks
 
 @dataclass(frozen=True, slots=True)
 class CacheStats(PoolStats):
-    """The pool as it is, and the cache's record since it was made."""
+    """Current state of the pool, and counters of the cache since it was created."""
 
     num_pins: int
     num_pinned: int  # blocks
-    num_queried_tokens: int  # that first admissions looked for
-    num_hit_tokens: int  # that they found
-    num_recovered_tokens: int  # that preempted requests found again
+    num_queried_tokens: int  # looked up by first admissions
+    num_hit_tokens: int  # found by first admissions
+    num_recovered_tokens: int  # found by preempted requests when they resumed
     num_partial_hits: int  # tails copied
     num_adoptions: int  # tails continued in place
-    num_twins: int  # blocks filled with content that was there already
+    num_twins: int  # blocks filled with content that was already in the tree
     num_collisions: int
 
     @property
@@ -39,6 +39,8 @@ class CacheStats(PoolStats):
 
 
 class KVCacheManager:
+    """Assigns blocks to requests: matches prefixes, grows and releases block tables, and pins prefixes."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -63,7 +65,7 @@ class KVCacheManager:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context the whole pool could hold."""
+        """The longest context that fits into the whole pool."""
         return self.pool.num_usable * self.block_size
 
     # Queries
@@ -78,7 +80,10 @@ class KVCacheManager:
         return request.chain
 
     def match(self, request: Request) -> PrefixHit:
-        """What the cache has of this request's context, less the last token: that one must be computed."""
+        """Find the cached prefix of a request's context.
+
+        The last token is excluded: it must be computed.
+        """
         if not self._is_searched(request):
             return NO_HIT
         return self.tree.match(self.chain(request), len(request.tokens) - 1)
@@ -87,9 +92,10 @@ class KVCacheManager:
         return self.is_caching and request.sampling.prompt_logprobs is None
 
     def fork(self, parent: Request, child: Request) -> PrefixHit:
-        """What `parent` has computed of `child`'s context, as a hit on its own blocks: no tree needed, none evicted.
+        """Hit of `child` on the blocks that `parent` has computed.
 
-        Nothing, if their texts differ that far. The tail is always copied: the parent goes on writing into its own.
+        Needs no published blocks. Returns `NO_HIT` if the tokens or salts differ. The tail is always copied: the parent
+        continues to write into its own block.
         """
         num_tokens = min(parent.num_computed, len(child.tokens) - 1)
         if child.salt != parent.salt or child.tokens[:num_tokens] != parent.tokens[:num_tokens]:
@@ -100,7 +106,7 @@ class KVCacheManager:
         return PrefixHit(tuple(blocks), tail, num_tail, False, num_tokens, is_fork=True)
 
     def shortage(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> int:
-        """How many free blocks are missing for `grow`; negative: how many would be left."""
+        """Number of free blocks that `grow` lacks. If negative: the number that would be left."""
         num_new = -(-upto // self.block_size) - len(request.block_table) - len(hit.blocks)
         num_revived = sum(not block.ref_count for block in hit.blocks)
         if hit.tail is not None:
@@ -110,26 +116,26 @@ class KVCacheManager:
         return num_new + num_revived - len(self.pool.free)
 
     def check_fits(self, num_prompt_tokens: int, max_model_len: int) -> None:
-        """Refuse what can never run, however empty the pool is."""
+        """Raise `ContextTooLong` if a prompt could not run even on an empty pool."""
         if num_prompt_tokens + 1 > max_model_len:
             why = ""
             if max_model_len == self.max_model_len:
-                why = f" (all the KV pool holds: {self.pool.num_usable} blocks of {self.block_size})"
+                why = f" (the whole KV pool: {self.pool.num_usable} blocks of {self.block_size})"
             raise ContextTooLong(
                 f"prompt of {num_prompt_tokens} tokens and one to generate exceed"
                 f" the context of {max_model_len} tokens{why}"
             )
 
     def explain(self, request: Request, hit: PrefixHit, is_in_flight: Callable[[int], bool]) -> CacheExplanation:
-        """Why this hit of the request's goes no further."""
+        """Explain where this hit of the request ends and why."""
         if not self._is_searched(request):
-            is_complete = 0 < hit.num_tokens == len(request.tokens) - 1  # from a parent
+            is_complete = 0 < hit.num_tokens == len(request.tokens) - 1  # a hit on the blocks of a parent
             reason = StopReason.COMPLETE if is_complete else StopReason.OFF
             return CacheExplanation(hit.num_tokens, len(hit.blocks), hit.num_tokens, reason)
         return self.tree.explain(self.chain(request), len(request.tokens) - 1, hit, is_in_flight)
 
     def can_publish(self, request: Request, index: int) -> bool:
-        """Whether the block before this one is in the tree: it is not after a `clear`, or a collision."""
+        """Whether the block before `index` is in the tree. False after a `clear` or a collision."""
         if index == 0:
             return True
         parent = self.pool.blocks[request.block_table[index - 1]]
@@ -152,12 +158,14 @@ class KVCacheManager:
     # Verbs
 
     def grow(self, request: Request, upto: int, hit: PrefixHit = NO_HIT) -> list[BlockCopy]:
-        """Make the table cover [0, upto): all or nothing, so ask `shortage` first. Returns the copies a runner must do.
+        """Extend the block table to cover [0, upto).
 
-        A request that begins brings its hit. That is shared before anything is taken, because taking may evict it.
+        Returns the copies that the runner must make. Raises `OutOfBlocks` and changes nothing if `shortage` is
+        positive. A request without blocks starts from `hit`, whose blocks are shared before new ones are taken, because
+        taking may evict them.
         """
         if (missing := self.shortage(request, upto, hit)) > 0:
-            raise OutOfBlocks(f"{request!r} cannot grow to {upto} tokens: {missing} blocks short")
+            raise OutOfBlocks(f"{request!r} cannot grow to {upto} tokens: {missing} blocks are missing")
         copies = self._start(request, hit) if not request.block_table else []
         table = request.block_table
         num_new = -(-upto // self.block_size) - len(table)
@@ -169,7 +177,7 @@ class KVCacheManager:
         pool = self.pool
         pool.share(hit.blocks)
         table = [block.block_id for block in hit.blocks]
-        num_existing = hit.num_tokens  # tokens whose KV is there now; a copy's is not, before its step has run
+        num_existing = hit.num_tokens  # tokens whose KV exists now; a copied tail exists only after its step has run
         copies: list[BlockCopy] = []
         if hit.tail is not None and hit.is_adoptable:
             pool.share((hit.tail,))
@@ -187,18 +195,18 @@ class KVCacheManager:
         return copies
 
     def settle(self, copies: Sequence[BlockCopy]) -> None:
-        """The step that made these copies is done: their sources are no longer needed."""
+        """Release the sources of copies whose step is done."""
         self.pool.release([self.pool.blocks[copy.source] for copy in copies])
 
     def publish(self, request: Request) -> None:
-        """Offer the full blocks whose KV exists by now to the tree."""
+        """Publish the full blocks whose KV exists now."""
         num_full = request.num_computed // self.block_size
         if not self.is_caching:
             request.num_published = num_full
         if request.num_published >= num_full:
             return
         chain = self.chain(request)
-        chain.key(num_full - 1)  # names all of them at once, which is faster
+        chain.key(num_full - 1)  # computes all keys at once, which is faster
         while request.num_published < num_full:
             index = request.num_published
             request.num_published += 1
@@ -207,7 +215,7 @@ class KVCacheManager:
                 self.pool.publish(block, chain.parent_key(index), chain.key(index), chain.block(index))
 
     def publish_tail(self, request: Request) -> None:
-        """Offer the last, partly filled block as well."""
+        """Publish the last, partly filled block."""
         index, num_tail = divmod(request.num_computed, self.block_size)
         if not num_tail or not self.is_caching or not self.can_publish(request, index):
             return
@@ -218,7 +226,10 @@ class KVCacheManager:
             self.pool.publish(block, chain.parent_key(index), None, tokens)
 
     def release(self, request: Request) -> None:
-        """Give back all blocks, tail first. What has been computed stays findable until its block is taken."""
+        """Release all blocks, tail first.
+
+        Computed content stays in the cache until its block is taken.
+        """
         self.publish_tail(request)
         table = request.block_table
         request.block_table = []  # a new list: a plan in flight still reads the old one
@@ -226,13 +237,16 @@ class KVCacheManager:
         self.pool.release([self.pool.blocks[block_id] for block_id in table])
 
     def pin(self, pin_id: str, prefix: PackedPrompt | Sequence[int], salt: str, expires_ns: int) -> int:
-        """Keep the cached full blocks of this prefix until `expires_ns`. Returns how many tokens that is."""
+        """Pin the cached full blocks of this prefix until `expires_ns`.
+
+        Returns the number of pinned tokens.
+        """
         check_salt(salt)
         tokens = prefix.tokens if isinstance(prefix, PackedPrompt) else check_tokens("tokens", prefix)
         return self._pin(pin_id, self.tree.chain(tokens, salt), len(tokens), expires_ns)
 
     def pin_prompt(self, pin_id: str, request: Request, num_tokens: int, expires_ns: int) -> int:
-        """The same for the first `num_tokens` of a request, whose blocks have their names already."""
+        """Pin the first `num_tokens` of a request, whose chain keys are known already."""
         return self._pin(pin_id, self.chain(request), num_tokens, expires_ns)
 
     def _pin(self, pin_id: str, chain: TokenChain, num_tokens: int, expires_ns: int) -> int:
@@ -240,7 +254,7 @@ class KVCacheManager:
         return self.pins.pin(pin_id, hit.blocks, expires_ns) * self.block_size
 
     def clear(self) -> None:
-        """Forget all cached content and all pins. Running requests keep their blocks."""
+        """Drop all cached content and all pins. Running requests keep their blocks."""
         self.pins.clear()
         self.pool.clear()
 

@@ -1,16 +1,17 @@
-"""Service accounts: how many tokens tiers and tenants have had, and what each may have in the next step.
+"""Service accounting: tokens served to each tier and tenant, and their limits in a step.
 
-A ledger cuts the planning of a step into turns. The planner takes the turns in order, gives tokens to the requests of
-each, and charges what it gave.
+A ledger divides the planning of a step into turns. The planner processes the turns in order, gives tokens to the
+requests of each, and charges the tokens to the ledger.
 
-`FairLedger` holds three rules:
+`FairLedger` implements three rules:
 
-- **Guaranteed shares.** A lower tier that wants more than it gets earns credit: its share of all tokens computed, less
-  its own. A tier with credit is *owed*: it has the first turn, up to its credit, and cannot be preempted.
+- **Guaranteed shares.** A lower tier that wants more than it gets earns credit: its share of all computed tokens, minus
+  its own tokens. A tier with credit is *owed*: it has the first turn, up to its credit, and cannot be preempted.
 - **Precedence above the shares.** All other tokens go to the tiers in order: HIGH, NORMAL, LOW.
-- **Tenants.** Inside a tier, the tenant that has been served least goes first (`TenantClock`).
+- **Tenants.** Within a tier, the tenant that has been served least is first (`TenantClock`).
 
-Where rows of a batch cost time (a CPU), it also decides which running requests a step leaves out: see `StepCost`.
+Where each row of a batch costs time (on a CPU), it also decides which running requests are left out of a step: see
+`StepCost`.
 """
 
 from __future__ import annotations
@@ -24,87 +25,93 @@ from quire.errors import InvalidRequest
 
 NORMAL_SHARE = 0.25
 LOW_SHARE = 0.125
-MAX_GUARANTEED = 0.9  # all guaranteed shares together: the highest tier must keep something to be first with
-UNITS = 1_000_000  # of a token: credits are whole numbers, so that plans are exact
+MAX_GUARANTEED = 0.9  # sum of the guaranteed shares: the rest is left for the highest tier
+UNITS = 1_000_000  # per token: credits are whole numbers, so that plans are exact
 
-# Lower tiers may lengthen a step by this part of the time that the highest tier in it takes by itself.
+# Lower tiers may lengthen a step by this fraction of the time that the highest tier in it takes alone.
 SPARE_NUMERATOR, SPARE_DENOMINATOR = 1, 3
-# A step of LOW work alone lasts at most this long, so that a request of a higher tier does not wait long for its end.
+# A step of LOW work only takes at most this long, so that a request of a higher tier does not wait long for its end.
 LOW_STEP_NS = 50_000_000
-LOW_STEP_BASES = 4  # or this many times the fixed cost of a step: shorter steps would waste most of their time on it
+LOW_STEP_BASES = 4  # or this many times the fixed cost of a step: shorter steps would consist mostly of fixed cost
 
 
 class StepCost(NamedTuple):
-    """What a step costs where every row of the batch takes time: a base, and a price for each token."""
+    """Estimated duration of a step where every batch row takes time: a fixed cost and a cost per token."""
 
     base_ns: int
     token_ns: int  # at least 1
-    context_ns: int = 0  # more for each token of context that a token attends to
-    single_ns: int = 0  # less for a step of one token alone, where a backend has a faster way for it
+    context_ns: int = 0  # additional cost of a token for each token of context that it attends to
+    single_ns: int = 0  # time saved in a step of a single token, where a backend has a faster path for it
 
     def price_ns(self, request: Request) -> int:
-        """Of the next token of a request."""
+        """Cost of the next token of a request."""
         return self.token_ns + self.context_ns * request.num_planned
 
 
 class Turn(NamedTuple):
-    """Requests of these tiers share at most so many tokens and so much time; None: as much as the step has."""
+    """Limits within which requests of these tiers share tokens and time.
+
+    None: the limit of the step.
+    """
 
     tiers: Collection[Priority]
     max_tokens: int | None = None
     max_ns: int | None = None
-    is_owed: bool = False  # then one token is given in any case
+    is_owed: bool = False  # if so, at least one token is given
 
 
-EVERYONE = Turn(TIERS)
+ALL_TIERS = Turn(TIERS)
 
 
 class TierWork(NamedTuple):
-    """What a tier wants of a step, before it is planned."""
+    """Work of a tier before a step is planned."""
 
-    num_decodes: int  # running requests whose prompts are computed
+    num_decodes: int  # running requests whose prompts are fully computed
     num_prompts: int  # running requests in prefill
     num_waiting: int
-    num_context: int = 0  # tokens of context of the decodes, where rows cost time
+    num_context: int = 0  # context tokens of the decodes, where rows cost time
 
 
 class Ledger(Protocol):
-    cost: StepCost | None  # None: one row more costs next to nothing
+    cost: StepCost | None  # None: an additional batch row costs almost nothing
 
     def arrive(self, request: Request) -> None:
-        """A new request entered the queue."""
+        """Record that a new request entered the queue."""
 
     def leave(self, request: Request) -> None:
-        """A request ended."""
+        """Record that a request ended."""
 
     def begin_step(self, work: Sequence[TierWork], *, is_stalled: bool = False) -> None:
-        """`work`: of each tier, HIGH first. `is_stalled`: a running request waits for memory of one that is spared, so
-        no tier is rationed: the sooner that one makes progress, the better."""
+        """Start a step. `work`: work of each tier, HIGH first.
+
+        `is_stalled`: a running request waits for the memory of a request that cannot be preempted yet. No tier is
+        rationed then, so that this request makes progress soon.
+        """
 
     @property
     def rationed(self) -> Collection[Priority]:
         """Tiers whose running requests are in this step only if a turn gives them tokens."""
 
     def turns(self) -> Iterator[Turn]:
-        """The turns of this step. Each is decided when the one before it is over."""
+        """The turns of this step. Each is computed after the previous one has ended."""
 
     def affordable(self, request: Request, left_ns: int) -> int:
-        """How many tokens of a request so much time pays for."""
+        """Number of tokens of a request that can be computed in `left_ns`."""
 
     def price_ns(self, request: Request) -> int: ...
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """A turn gave the request these tokens."""
+        """Charge tokens that a turn gave to a request."""
 
     def charge_decodes(self, priority: Priority, tenant: str, num_tokens: int) -> None:
-        """A tenant has these tokens, one for each of its decodes, that no turn gave."""
+        """Charge tokens that no turn gave: one for each decode of a tenant."""
 
     def end_step(self, short: Collection[Priority], max_num_batched_tokens: int) -> None:
-        """`short`: tiers that wanted more than they got."""
+        """End a step. `short`: tiers that wanted more tokens than they got."""
 
 
 class OpenLedger:
-    """One turn for everyone; nothing is counted."""
+    """A ledger without accounting: one turn for all tiers."""
 
     def __init__(self) -> None:
         self.cost: StepCost | None = None
@@ -120,7 +127,7 @@ class OpenLedger:
         return ()
 
     def turns(self) -> Iterator[Turn]:
-        yield EVERYONE
+        yield ALL_TIERS
 
     def affordable(self, request: Request, left_ns: int) -> int:  # noqa: ARG002
         return 1 << 30
@@ -136,6 +143,8 @@ class OpenLedger:
 
 
 class FairLedger:
+    """Credits of tiers, virtual time of tenants, and time limits of rationed tiers."""
+
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
         for name, share in (("normal_share", normal_share), ("low_share", low_share)):
             if type(share) not in (int, float) or not 0 < share < 1:
@@ -150,10 +159,10 @@ class FairLedger:
         self._rationed: frozenset[Priority] = frozenset()
         self._decodes = dict.fromkeys(TIERS, 0)  # requests whose token of this step needs no turn
         self._served = dict.fromkeys(TIERS, 0)  # tokens charged in this step
-        self._spent_ns = dict.fromkeys(TIERS, 0)  # their price, of those that turns gave
-        self._last_ns = 0  # how long the last step was, by its cost
-        self._spare_ns = 0  # what lower tiers may still lengthen steps by
-        self._deferred_ns = 0  # the price of a token that had to wait for the next step
+        self._spent_ns = dict.fromkeys(TIERS, 0)  # cost of the tokens that turns gave in this step
+        self._last_ns = 0  # estimated duration of the last step
+        self._spare_ns = 0  # unused time by which lower tiers may still lengthen steps
+        self._deferred_ns = 0  # cost of a token that was deferred to the next step
 
     # Queries
 
@@ -167,10 +176,11 @@ class FairLedger:
     def service_bound(
         self, priority: Priority, tokens_ahead: int, drain_tokens: int, max_num_batched_tokens: int
     ) -> int:
-        """The starvation bound: tokens computed for all tiers together before a waiting request starts.
+        """Starvation bound: the number of tokens computed for all tiers before a waiting request starts.
 
-        `tokens_ahead`: what its own tier computes before it, itself included. `drain_tokens`: what the requests that
-        hold places and blocks when its turn comes may compute before they give them back. A debt is at most one step.
+        `tokens_ahead`: tokens that its own tier computes before it, including its own. `drain_tokens`: tokens that the
+        requests which hold batch rows and blocks at its turn may compute before they release them. A debt is at most
+        one step.
         """
         share = self.shares.get(priority, UNITS - sum(self.shares.values()))
         return -(-(tokens_ahead + 2 * max_num_batched_tokens) * UNITS // share) + drain_tokens
@@ -192,7 +202,7 @@ class FairLedger:
             self._decodes[priority] = 0 if priority in self._rationed else work[priority].num_decodes
 
     def _find_rationed(self) -> frozenset[Priority]:
-        """LOW, whose steps are kept short, and tiers that have work beside a higher one."""
+        """LOW, whose steps are kept short, and each tier below the highest one that has work."""
         highest = next((tier for tier in TIERS if any(self._work[tier])), Priority.LOW)
         return frozenset(tier for tier in TIERS if tier > highest or tier is Priority.LOW)
 
@@ -204,15 +214,16 @@ class FairLedger:
             yield Turn((priority,), max_ns=self._limit_ns(priority))
 
     def _owed_ns(self, priority: Priority) -> int | None:
-        """What a tier that is owed may add to the step: twice its share, so that it catches up, but not in one step.
+        """Time that an owed tier may add to the step.
 
-        What higher tiers take of this step is not known yet, so the share is of the step before.
+        This is twice its share, so that it catches up over several steps. The share is taken of the previous step,
+        because the work of higher tiers in this step is not known yet.
         """
         limit_ns = self._limit_ns(priority)
         return None if limit_ns is None else max(limit_ns, 2 * self._last_ns * self.shares[priority] // UNITS)
 
     def _limit_ns(self, priority: Priority) -> int | None:
-        """How long a tier may make the step beside the tiers above it, or alone. None: as long as it wants."""
+        """Time that a tier may add to the step, next to higher tiers or alone. None: unlimited."""
         cost = self.cost
         if cost is None or priority not in self._rationed:
             return None
@@ -225,21 +236,21 @@ class FairLedger:
         return self._spare_ns + self._allowance_ns(cost, top) - self._below_ns(top) - self._single_ns(cost, top)
 
     def _top(self) -> Priority | None:
-        """The highest tier that computes something in this step, as far as it is planned."""
+        """The highest tier with tokens in this step, as planned so far."""
         return next((tier for tier in TIERS if self._decodes[tier] or self._served[tier]), None)
 
     def _allowance_ns(self, cost: StepCost, top: Priority) -> int:
         return self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR
 
     def _alone_ns(self, cost: StepCost, top: Priority) -> int:
-        """How long the step would be with that tier alone."""
+        """Estimated duration of the step with that tier alone."""
         alone_ns = cost.base_ns + self._spent_ns[top] - self._single_ns(cost, top)
         if self._decodes[top]:
             alone_ns += self._decodes[top] * cost.token_ns + self._work[top].num_context * cost.context_ns
         return alone_ns
 
     def _single_ns(self, cost: StepCost, top: Priority) -> int:
-        """What the first token beside a single one costs beyond its price."""
+        """Cost of losing the fast path for single tokens, if the top tier has one token."""
         is_single = self._decodes[top] == 1 and not self._spent_ns[top]
         return min(cost.single_ns, cost.base_ns + cost.token_ns) if is_single else 0
 
@@ -270,7 +281,7 @@ class FairLedger:
         for priority in self.credits:
             credit = self.credits[priority]
             if not credit and not short:
-                continue  # no tier is short, and there is nothing to forget
+                continue  # no tier is short, and there is no credit to reset
             gain = total * self.shares[priority]
             has_rivals = any(any(self._work[tier]) or self._served[tier] for tier in TIERS if tier is not priority)
             if has_rivals:
@@ -287,7 +298,7 @@ class FairLedger:
             clock.end_step(is_short=priority in short)
 
     def _keep_spare(self) -> None:
-        """Carry over what lower tiers did not use, as far as the next token needs it: parts of prices add up."""
+        """Carry over unused time of lower tiers, up to the cost of a token, so that fractions add up."""
         cost = self.cost
         if cost is None or (top := self._top()) is None:
             return

@@ -1,4 +1,4 @@
-"""Prefixes that callers asked to keep: pins hold references until a deadline, and yield before work is preempted."""
+"""Pins: prefixes held in the cache until a deadline, and dropped before a request is preempted."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ NEVER_NS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    blocks: tuple[KVCacheBlock, ...]  # from the root down: who holds a block holds all before it
+    blocks: tuple[KVCacheBlock, ...]  # consecutive, from the root
     expires_ns: int
     owner: str
 
 
 @dataclass(slots=True)
 class PinOwner:
-    num_blocks: int = 0  # of all its pins; a block that two of them hold counts twice
-    pins: dict[str, int] = field(default_factory=dict)  # name -> number, oldest first
+    num_blocks: int = 0  # total of its pins; a block held by two of them counts twice
+    pins: dict[str, int] = field(default_factory=dict)  # pin id -> serial number, oldest first
 
 
 class PinBoard:
-    """Pins by name, oldest first: at most MAX_PINS, and together they hold at most half the pool.
+    """Pins by id, oldest first: at most MAX_PINS, which together hold at most half of the pool.
 
-    The owner of a pin is its name up to the first `/`. When a new pin needs room, pins of the owner with the most
-    blocks yield, so that no owner can push out the pins of all others. A pin costs time for its own blocks, for those
-    of the pins that yield to it, and for the number of owners; not for what else is pinned.
+    The owner of a pin is its id up to the first `/`. When a new pin needs room, pins of the owner with the most blocks
+    are dropped, so that no owner can displace the pins of all others. The cost of a pin depends on its own blocks, on
+    the blocks of the pins it displaces, and on the number of owners, but not on other pins.
     """
 
     def __init__(self, pool: BlockPool, observe: Observer = ignore) -> None:
         self._pool = pool
         self._observe = observe
         self._pins: dict[str, Pin] = {}
-        self._num_made = 0  # pins so far: the number of the next one
-        self.owners: dict[str, PinOwner] = {}  # of at least one block
-        self.holders: dict[int, int] = {}  # block id -> pins that hold it, of blocks held by any
+        self._num_made = 0  # pins made so far
+        self.owners: dict[str, PinOwner] = {}  # owners with at least one block
+        self.holders: dict[int, int] = {}  # block id -> number of pins that hold it; only pinned blocks
         self._earliest_ns = NEVER_NS  # no pin expires before this
         self.max_blocks = pool.num_usable // 2
 
@@ -50,19 +50,20 @@ class PinBoard:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks held."""
+        """Number of distinct pinned blocks."""
         return len(self.holders)
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
 
     def pin(self, pin_id: str, blocks: tuple[KVCacheBlock, ...], expires_ns: int) -> int:
-        """Hold these blocks until `expires_ns`, in place of an older pin of that name. Returns how many it holds.
+        """Hold these blocks until `expires_ns`, replacing an older pin of that id.
 
-        Older pins yield to a new one; what exceeds half the pool is cut from the end. Without blocks there is no pin.
+        Returns the number of pinned blocks. Older pins are dropped to make room. Blocks in excess of half the pool are
+        cut from the end. Without blocks, no pin is made.
         """
         blocks = blocks[: self.max_blocks]
-        self._pool.share(blocks)  # before the old pin lets go of them
+        self._pool.share(blocks)  # before the old pin releases them
         self.unpin(pin_id)
         if not blocks:
             return 0
@@ -80,7 +81,7 @@ class PinBoard:
         return len(blocks)
 
     def unpin(self, pin_id: str) -> bool:
-        """Let go of a pin. False if there is none of that name."""
+        """Release a pin. Returns False if there is none of that id."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
@@ -98,7 +99,7 @@ class PinBoard:
         return True
 
     def yield_oldest(self) -> bool:
-        """Let the oldest pin go to make room. False if there is none."""
+        """Drop the oldest pin to make room. Returns False if there is none."""
         if not self._pins:
             return False
         self._yield(next(iter(self._pins)))
@@ -110,7 +111,10 @@ class PinBoard:
         self._observe(PinYielded(pin_id, block_ids))
 
     def _next_to_yield(self) -> str:
-        """The oldest pin of the owner with the most blocks; of all, if that owner has only the pin being made."""
+        """The oldest pin of the owner with the most blocks.
+
+        If that owner has only the new pin, the oldest pin of all owners.
+        """
         most = max(owner.num_blocks for owner in self.owners.values())
         oldest = [
             next(iter(owner.pins.items())) for owner in self.owners.values() if owner.num_blocks == most and owner.pins

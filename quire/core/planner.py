@@ -1,9 +1,9 @@
-"""Plans one step: which requests compute what, which ones start, and which ones are preempted.
+"""Plans one step: the tokens of each request, admissions and preemptions.
 
-First come the turns of the policy's ledger. In each, requests in prefill and waiting requests, merged by the policy's
-key, share what the step's token budget has beyond one token for every running request. Then all running requests, most
-urgent first, get the blocks for their tokens. Victims are taken from the back, so a request that is in the plan already
-cannot be one.
+First, the turns of the policy's ledger. In each turn, running requests in prefill and waiting requests, merged by the
+policy's key, share the step's token budget, of which one token is reserved for every running request. Then all running
+requests, most urgent first, get blocks for their tokens. Victims are taken from the end of that order, so a request
+that is already in the plan is never preempted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from quire.core.step import SeqSlice
 from quire.core.waiting import WaitingQueue
 from quire.errors import InvalidRequest, InvariantViolation
 
-Place = tuple[int, int, int]  # in a turn: the policy's key, when it was last served, order of arrival
+TurnKey = tuple[int, int, int]  # order within a turn: the policy's key, step of the last service, order of arrival
 
 
 class Planner:
+    """Plans steps for the scheduler. Each call of `draft` plans one."""
+
     def __init__(
         self,
         cache: KVCacheManager,
@@ -42,7 +44,7 @@ class Planner:
         if max_num_batched_tokens < running.max_num_seqs:
             raise InvalidRequest(
                 f"{max_num_batched_tokens = } is less than max_num_seqs = {running.max_num_seqs}:"
-                " every running request needs a token"
+                " every running request needs one token per step"
             )
         if max_chunk_tokens < 1:
             raise InvalidRequest(f"{max_chunk_tokens = } is less than 1")
@@ -55,10 +57,10 @@ class Planner:
         self.max_chunk_tokens = max_chunk_tokens
         self._admission = Admission(cache, policy, running, waiting, max_chunk_tokens=max_chunk_tokens, observe=observe)
         self._num_steps = 0
-        self._is_stalled = False  # in the last step a running request waited for memory of one that is spared
+        self._is_stalled = False  # in the last step a running request waited for memory of one that cannot be preempted
 
     def draft(self, now_ns: int, *, has_in_flight: bool) -> StepDraft:
-        """Decide one step. Requests are admitted, preempted and advanced accordingly."""
+        """Plan one step, and admit, preempt and advance requests accordingly."""
         step = StepDraft(now_ns, self.max_num_batched_tokens - len(self._running), has_in_flight=has_in_flight)
         self._num_steps += 1
         self._waiting.unpark(self._admission.can_share)
@@ -78,11 +80,11 @@ class Planner:
         return self._admission.explain(request, hit)
 
     def _begin(self, step: StepDraft) -> None:
-        """Tell the ledger what every tier wants, and note which prefixes are in flight."""
+        """Pass the work of every tier to the ledger, and record which prefixes are in flight."""
         running, waiting, wanting = self._running, self._waiting, step.wanting
         for request in tuple(running.prompts.values()):
             if len(request.tokens) - request.num_computed <= 1:
-                del running.prompts[request.request_id]  # it decodes now
+                del running.prompts[request.request_id]  # prefill is done
                 continue
             self._admission.note_pending(step, request)
             if self._num_wanted(request) > 1:
@@ -122,10 +124,13 @@ class Planner:
 
     @staticmethod
     def _num_wanted(request: Request) -> int:
-        """Tokens left to plan. The last token a request may have needs no KV: nothing is computed after it."""
+        """Number of tokens left to plan.
+
+        The last token of a request needs no KV: no token is computed after it.
+        """
         return min(len(request.tokens) + request.num_in_flight, request.token_limit - 1) - request.num_planned
 
-    # Turns: running requests that want more tokens, and waiting ones
+    # Turns: running requests that want more tokens, and waiting requests
 
     def _take_turn(self, step: StepDraft, turn: Turn) -> None:
         left = self.max_num_batched_tokens if turn.max_tokens is None else turn.max_tokens
@@ -133,22 +138,22 @@ class Planner:
         wanting = self._wanting(step, turn)
         while left > 0:
             head = None if step.is_closed(turn.tiers) else self._waiting.head(turn.tiers)
-            if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):
-                place, line = wanting[0]
-                if place != (now := self._place(line[-1])):
-                    heapreplace(wanting, (now, line))  # its tenant has been served meanwhile
+            if wanting and (head is None or wanting[0][0] < self._head_turn_key(*head)):
+                key, line = wanting[0]
+                if key != (current := self._turn_key(line[-1])):
+                    heapreplace(wanting, (current, line))  # its tenant has been served in the meantime
                     continue
                 request = line[-1]
                 num_most = self._num_affordable(turn, request, left, left_ns)
                 if num_most < 1:
                     return
                 line.pop()
-                if request.state is RequestState.RUNNING:  # and not preempted just now
+                if request.state is RequestState.RUNNING:  # not preempted during this turn
                     num_given = self._give(step, request, num_most)
                     left -= num_given
                     left_ns = self._pay(request, num_given, left_ns)
                 if line:
-                    heapreplace(wanting, (self._place(line[-1]), line))
+                    heapreplace(wanting, (self._turn_key(line[-1]), line))
                 else:
                     heappop(wanting)
             elif head is None:
@@ -165,7 +170,10 @@ class Planner:
                 step.close(turn.tiers)  # no request overtakes a head that does not fit
 
     def _num_affordable(self, turn: Turn, request: Request, left: int, left_ns: int | None) -> int:
-        """How many tokens a turn may give a request. A tier that is owed gets one, whatever it costs."""
+        """Number of tokens that a turn may give to a request.
+
+        An owed tier gets at least one, whatever it costs.
+        """
         if left_ns is None:
             return left
         is_first = turn.is_owed and left_ns == turn.max_ns
@@ -174,10 +182,11 @@ class Planner:
     def _pay(self, request: Request, num_tokens: int, left_ns: int | None) -> int | None:
         return None if left_ns is None else left_ns - num_tokens * self._ledger.price_ns(request)
 
-    def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[Place, list[Request]]]:
-        """Running requests that want tokens of this turn: a heap of lines, one for each tenant, first at the end.
+    def _wanting(self, step: StepDraft, turn: Turn) -> list[tuple[TurnKey, list[Request]]]:
+        """Running requests that want tokens in this turn.
 
-        What one of them is given changes the place of its line, and of no other.
+        A heap of lists, one per tenant, each in reverse order. Tokens given to a request change the heap position of
+        its own list only.
         """
         lines: dict[tuple[Priority, str], list[Request]] = {}
         for tier in turn.tiers:
@@ -185,30 +194,33 @@ class Planner:
                 if request.state is RequestState.RUNNING and self._is_short(step, request):
                     lines.setdefault((tier, request.tenant), []).append(request)
         for line in lines.values():
-            line.sort(key=self._place, reverse=True)
-        wanting = [(self._place(line[-1]), line) for line in lines.values()]
+            line.sort(key=self._turn_key, reverse=True)
+        wanting = [(self._turn_key(line[-1]), line) for line in lines.values()]
         heapify(wanting)
         return wanting
 
-    def _place(self, request: Request) -> Place:
-        """Order in a turn. Rationed requests of one key take turns; others go by arrival."""
+    def _turn_key(self, request: Request) -> TurnKey:
+        """Order within a turn.
+
+        Rationed requests with equal policy keys alternate; others are ordered by arrival.
+        """
         is_rationed = request.priority in self._ledger.rationed
         return self._policy.key(request), request.last_step if is_rationed else 0, request.sequence
 
-    def _place_of_head(self, key: Key, request: Request) -> Place:
-        """Of a waiting request: behind running ones that are rationed and have the same key."""
+    def _head_turn_key(self, key: Key, request: Request) -> TurnKey:
+        """Order of a waiting request: after rationed running requests with the same policy key."""
         return key[0], self._num_steps if request.priority in self._ledger.rationed else 0, key[1]
 
     def _is_short(self, step: StepDraft, request: Request) -> bool:
-        """Whether a running request wants more tokens than it has in this step, and may have more."""
+        """Whether a running request wants more tokens than it has in this step, and is allowed more."""
         own = 0 if request.priority in step.rationed else 1
         num_given = step.allotted.get(request.request_id, own)
         return num_given < min(self._num_wanted(request), self.max_chunk_tokens)
 
     def _give(self, step: StepDraft, request: Request, left: int) -> int:
-        """Let a request have as many tokens as it wants and may. Returns how many that is.
+        """Give a request as many tokens as it wants and is allowed. Returns their number.
 
-        One token for every running request is set aside, so the budget is for those beyond it.
+        One token per running request is reserved outside the budget, so the first token does not reduce the budget.
         """
         num_before = step.allotted.get(request.request_id, 0)
         num_wanted = min(self._num_wanted(request), self.max_chunk_tokens) - num_before
@@ -222,16 +234,16 @@ class Planner:
     # All running requests
 
     def _plan(self, step: StepDraft, request: Request) -> bool:
-        """Give a running request its slice. False if it had to preempt itself."""
+        """Plan the slice of a running request. Returns False if the request was preempted."""
         tokens, start = request.tokens, request.num_planned
         num_known = len(tokens)
         num_wanted = num_known + request.num_in_flight - start
-        if start + num_wanted >= request.token_limit:  # nothing is computed after the last token
+        if start + num_wanted >= request.token_limit:  # the last token needs no KV
             num_wanted = request.token_limit - 1 - start
         if num_wanted <= 0:
             return True
         length = step.allotted.get(request.request_id, 0)
-        is_free = not length  # one token that needs no turn
+        is_free = not length  # gets its reserved token without a turn
         if is_free:
             if request.priority in step.rationed:
                 step.left_out.append(request)
@@ -247,8 +259,8 @@ class Planner:
                 return request.state is RequestState.RUNNING
             self._cache.grow(request, end)
         if is_free:
-            payer = (request.priority, request.tenant)
-            step.decodes[payer] = step.decodes.get(payer, 0) + 1
+            account = (request.priority, request.tenant)
+            step.decodes[account] = step.decodes.get(account, 0) + 1
         wants_token = end >= num_known
         if wants_token:
             request.num_in_flight += 1
@@ -272,7 +284,7 @@ class Planner:
         return True
 
     def _plan_left_out(self, step: StepDraft) -> None:
-        """The requests they were left out for cannot go on in this step: let them have it."""
+        """Plan the rationed requests after all: no other request can compute anything in this step."""
         requests, step.left_out = step.left_out, []
         for request in requests:
             if request.state is RequestState.RUNNING:
@@ -280,10 +292,10 @@ class Planner:
                 self._plan(step, request)
 
     def _make_room(self, step: StepDraft, request: Request, upto: int) -> bool:
-        """Free the blocks a running request needs: pins yield first, then the last in order. False if in vain.
+        """Free blocks for a running request: drop pins, then preempt the least urgent.
 
-        A request that was preempted before and has made no progress since is spared: it needs no block to make some,
-        so the wait for it ends.
+        Returns False if it fails. A request that was preempted before and has made no progress since is not preempted
+        again. It has the blocks it needs to make progress, so waiting for it ends.
         """
         while self._cache.shortage(request, upto) > 0:
             if self._cache.pins.yield_oldest():
@@ -292,11 +304,11 @@ class Planner:
             victim = next(r for r in reversed(running) if r.has_progressed or r is request)
             if victim is request and (running[-1] is not request or not request.has_progressed):
                 self._is_stalled = True
-                return False  # requests behind it are spared, or it is: their next results change that
+                return False  # it, or a less urgent request, cannot be preempted before its next result
             if victim is request and len(running) == 1:
                 if not step.has_in_flight:
                     raise InvariantViolation(f"{request!r} runs alone and cannot grow to {upto} tokens")
-                return False  # copies in flight hold the rest; their commit frees it
+                return False  # sources of copies in flight hold the other blocks; their commit frees them
             self._admission.preempt(step, victim, request)
             if victim is request:
                 return False

@@ -1,7 +1,7 @@
-"""The order of service: which request starts next, which prompt is computed first, which requests may be preempted.
+"""Scheduling policies: order of admission, order of prefill, and preemption rules.
 
-`Fair` is the default: tiers with guaranteed shares of all tokens computed, tenants sharing a tier equally. The counters
-are in `quire/core/ledger.py`. `Aging` and `Fcfs` are simpler orders to compare it with, and need no counters.
+`Fair` is the default: tiers have guaranteed shares of all computed tokens, and tenants share a tier equally. Its
+counters are in `quire/core/ledger.py`. `Aging` and `Fcfs` are simpler policies for comparison, without counters.
 """
 
 from __future__ import annotations
@@ -20,34 +20,44 @@ PATIENCE_S = 10.0
 
 
 class Policy(Protocol):
-    """All times are whole nanoseconds, so that keys compare exactly. A policy belongs to one scheduler."""
+    """A scheduling policy.
+
+    Each scheduler has its own instance. Times are integers in nanoseconds: keys are exact.
+    """
 
     @property
     def ledger(self) -> Ledger: ...
 
     def make_lane(self, priority: Priority) -> Lane:
-        """An empty queue for the waiting requests of one tier."""
+        """Create an empty queue for the waiting requests of one tier."""
 
     def key(self, request: Request) -> int:
-        """Order of prompts inside a turn, smaller first. It may grow while a request runs, and never falls."""
+        """Order of prompts within a turn, smallest first.
+
+        It may increase while a request runs, and never decreases.
+        """
 
     def urgency(self, request: Request, now_ns: int) -> int:
-        """Order of memory and places, smaller first. Constant while the request runs."""
+        """Order in which running requests get memory, smallest first; the last is preempted first.
+
+        Constant while the request runs.
+        """
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Whether a waiting request may take the place and the blocks of a running one."""
+        """Whether a waiting request may take the batch row and the blocks of a running request."""
 
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
-        """How many places a tier keeps when a request of a higher tier waits for one."""
+        """Number of batch rows that a tier keeps while a request of a higher tier waits for one."""
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
-        """Whether a waiting request waits for a prefix that this running one is computing."""
+        """Whether `waiting` should wait for a common prefix that `running` is computing."""
 
 
 class Fair:
-    """Guaranteed shares for the lower tiers, precedence of the higher ones for all the rest, fairness between tenants.
+    """Guaranteed shares for lower tiers, and fairness between tenants.
 
-    A waiting request preempts a lower tier, unless that tier is owed service: then it has had less than its share.
+    Higher tiers have precedence for everything above the shares. A waiting request preempts requests of a lower tier,
+    unless that tier is owed service (has had less than its share).
     """
 
     def __init__(self, normal_share: float = NORMAL_SHARE, low_share: float = LOW_SHARE) -> None:
@@ -70,28 +80,32 @@ class Fair:
         return waiting.priority < running.priority and not self._ledger.is_owed(running.priority)
 
     def num_seqs_kept(self, priority: Priority, max_num_seqs: int) -> int:
-        """Its share of them. Otherwise each request that was admitted because its tier was owed would be preempted as
-        soon as its prompt had used up the credit, and most of the share would go into computing tails again."""
+        """The tier's share of the batch rows.
+
+        Without it, a request admitted because its tier was owed would be preempted as soon as its prompt had used up
+        the credit, and most of the share would be spent on recomputing tails.
+        """
         return self._ledger.shares.get(priority, 0) * max_num_seqs // UNITS
 
     def is_ahead(self, running: Request, waiting: Request) -> bool:
-        """A higher tier, or in its own tier a tenant that is served no later than its own."""
+        """True for a running request of a higher tier, or of the same tier and a tenant not served later."""
         if running.priority is not waiting.priority:
             return running.priority < waiting.priority
         return running.tenant == waiting.tenant or self.key(running) <= self.key(waiting)
 
 
 class Aging:
-    """Tiers, and every `patience_s` of waiting is worth one tier.
+    """Tiers with aging: each `patience_s` seconds of waiting raises a request by one tier.
 
-    Aging as it is usually written, `effective = tier - waited / patience`, never changes the order of two waiting
-    requests: both age alike. So a waiting request keeps one constant key, a virtual deadline,
+    The usual form of aging, `effective = tier - waited / patience`, never changes the order of two waiting requests,
+    because both age at the same rate. So a waiting request has one constant key, a virtual deadline, until its prompt
+    is computed:
 
         key = (start of this wait) - (earlier waits) + tier * patience
 
-    until its prompt is computed. Memory and places go by urgency, the whole tiers of the same formula. Age is time
-    spent waiting, so the urgency of a running request is constant. A LOW backlog older than two patiences is
-    ahead of every new HIGH request: that is why `Fair` is the default.
+    Memory and batch rows are assigned by urgency: the same formula, rounded to whole tiers. Age is time spent waiting,
+    so the urgency of a running request is constant. A LOW backlog older than twice the patience precedes every new HIGH
+    request, which is why `Fair` is the default.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -109,7 +123,7 @@ class Aging:
 
     def urgency(self, request: Request, now_ns: int) -> int:
         if not self._patience_ns:
-            return 0  # no patience: any wait is worth any tier
+            return 0  # zero patience: any wait outweighs all tiers
         waited_ns = request.waited_ns
         if request.state is RequestState.WAITING:
             waited_ns += now_ns - request.enqueued_ns
@@ -125,13 +139,16 @@ class Aging:
         return (self.key(running), running.sequence) < (self.key(waiting), waiting.sequence)
 
     def overtake_window_s(self, behind: Priority, ahead: Priority) -> float:
-        """The starvation bound: a request of tier `behind` that arrives at t is admitted before any request of tier
-        `ahead` that arrives later than t plus this many seconds (unless it waits for a prefix in flight)."""
+        """Starvation bound in seconds.
+
+        A request of tier `behind` that arrives at t is admitted before any request of tier `ahead` that arrives later
+        than t plus this bound, unless it waits for a prefix in flight.
+        """
         return max(0, behind - ahead) * self.patience_s
 
 
 class Fcfs:
-    """First come, first served; tiers mean nothing."""
+    """First come, first served. Ignores tiers."""
 
     def __init__(self) -> None:
         self.ledger = OpenLedger()
@@ -142,7 +159,7 @@ class Fcfs:
     def key(self, request: Request) -> int:
         return request.arrived_ns
 
-    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - all requests are alike
+    def urgency(self, request: Request, now_ns: int) -> int:  # noqa: ARG002 - all requests are equal
         return 0
 
     def may_preempt(self, waiting: Request, running: Request, now_ns: int) -> bool:  # noqa: ARG002
@@ -161,16 +178,19 @@ class Fcfs:
 def make_policy(
     name: str, patience_s: float | None = None, normal_share: float | None = None, low_share: float | None = None
 ) -> Policy:
-    """The policy of that name. None: its own default. A value that means nothing under it is refused."""
+    """Create a policy by name.
+
+    None: the policy's default. Raises if a setting does not apply to the policy.
+    """
     if name not in POLICIES:
         raise InvalidRequest(f"scheduling_policy = {name!r} is not one of {', '.join(POLICIES)}")
     if patience_s is not None and name != "aging":
-        raise InvalidRequest(f"patience = {patience_s!r} means something only under the policy aging, not under {name}")
+        raise InvalidRequest(f"patience = {patience_s!r} applies only to the policy aging, not to {name}")
     shares = {"normal_share": normal_share, "low_share": low_share}
     given = {key: value for key, value in shares.items() if value is not None}
     if given and name != "fair":
         field, value = next(iter(given.items()))
-        raise InvalidRequest(f"{field} = {value!r} means something only under the policy fair, not under {name}")
+        raise InvalidRequest(f"{field} = {value!r} applies only to the policy fair, not to {name}")
     if patience_s is not None:
         return Aging(patience_s)
     return Fair(**given) if given else POLICIES[name]()

@@ -1,4 +1,7 @@
-"""Finds cached blocks by what they contain. Reads reference counts, and leaves changing them to the pool."""
+"""The prefix tree: finds cached blocks by content.
+
+Reads reference counts; only the pool changes them.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,24 @@ from quire.core.children import SortedBlocks
 
 
 def common_run(a: bytes, b: bytes) -> int:
-    """How many leading tokens two packed runs share."""
+    """Number of leading tokens that two packed token strings share."""
     n = min(len(a), len(b))
     difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
     return (n - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
 class PrefixHit(NamedTuple):
-    """Cached content a request can use. It dies at the next change of pool or tree: use it at once, never store it."""
+    """Cached content that a request can use.
+
+    Valid only until the next change of pool or tree: do not store it.
+    """
 
     blocks: tuple[KVCacheBlock, ...]  # full blocks, to be shared
-    tail: KVCacheBlock | None  # the block that matches in part
+    tail: KVCacheBlock | None  # the block after them, which matches in part
     num_tail_tokens: int
-    is_adoptable: bool  # nobody holds the tail and all of it matches: go on in place instead of copying
+    is_adoptable: bool  # the tail is free and matches completely: it is continued in place instead of copied
     num_tokens: int
-    is_fork: bool = False  # these are a running parent's own blocks
+    is_fork: bool = False  # the blocks belong to a running parent
 
     def without_tail(self) -> PrefixHit:
         return PrefixHit(self.blocks, None, 0, False, self.num_tokens - self.num_tail_tokens, self.is_fork)
@@ -39,37 +45,37 @@ NO_HIT = PrefixHit((), None, 0, False, 0)
 
 
 class StopReason(StrEnum):
-    """Why a match went no further."""
+    """Why a match ended where it did."""
 
-    COMPLETE = "complete"  # all that may be reused is
-    DIVERGED = "diverged"  # something else is cached from this token on
-    EVICTED = "evicted"  # a full block was here, and was taken for newer content
-    TOO_SHORT = "too_short"  # the rest does not fill a block, and no cached tail begins with it
-    IN_FLIGHT = "in_flight"  # a running request is computing it now
-    NOT_FOUND = "not_found"  # nothing cached goes on from here
-    OFF = "off"  # the cache is switched off, or the request needs every prompt position computed
+    COMPLETE = "complete"  # all reusable tokens were reused
+    DIVERGED = "diverged"  # the cached content differs from this token on
+    EVICTED = "evicted"  # a matching full block was evicted
+    TOO_SHORT = "too_short"  # the rest does not fill a block, and no cached tail starts with it
+    IN_FLIGHT = "in_flight"  # a running request is computing the next block
+    NOT_FOUND = "not_found"  # no cached content follows this prefix
+    OFF = "off"  # the cache is disabled, or the request needs every prompt position computed
 
 
 @dataclass(frozen=True, slots=True)
 class CacheExplanation:
-    num_tokens: int  # matched
-    num_blocks: int  # full ones among them
-    stopped_at: int  # the first token that is not reused
+    num_tokens: int  # matched tokens
+    num_blocks: int  # matched full blocks
+    stopped_at: int  # position of the first token that is not reused
     reason: StopReason
 
 
 class Inserted(NamedTuple):
     is_published: bool
-    superseded: KVCacheBlock | None  # a free block whose content the new one has too: no longer in the tree
+    superseded: KVCacheBlock | None  # a free block removed from the tree because the new block contains its content
 
 
 class PrefixTree:
-    """A tree whose nodes are the pool's own blocks.
+    """A prefix tree whose nodes are the pool's blocks.
 
-    Two requests may fill identical blocks at the same time. Both are kept, because block tables are append-only: the
-    first stands in the index, the others are its twins, and when it leaves a twin takes its place. The position dies
-    with its last twin. Full blocks are found by chain key; a partial tail, or the matching part of a full block, by
-    bisection among the sorted children of the position before it.
+    Two requests may fill identical blocks at the same time. Both blocks are kept, because block tables are append-only:
+    the first is in the index and the others are its twins. When it is removed, a twin replaces it; the node is removed
+    with its last twin. Full blocks are found by chain key. A partial tail, or the matching part of a full block, is
+    found by bisection among the sorted children of the node before it.
     """
 
     def __init__(
@@ -79,16 +85,16 @@ class PrefixTree:
         self._secret = secret
         self.digest = digest
         self._max_ghosts = max_ghosts
-        self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> standing full block
-        self._children: dict[bytes, SortedBlocks] = {}  # position -> what follows it; roots of salts included
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # keys evicted lately, oldest first
-        self.num_twins = 0  # made so far
+        self._index: dict[bytes, KVCacheBlock] = {}  # chain key -> full block
+        self._children: dict[bytes, SortedBlocks] = {}  # chain key or root key -> blocks that follow it
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # recently evicted keys, oldest first
+        self.num_twins = 0  # inserted so far
         self.num_collisions = 0
 
     # Queries
 
     def __len__(self) -> int:
-        """Positions of full blocks."""
+        """Number of distinct full blocks."""
         return len(self._index)
 
     def root(self, salt: str) -> bytes:
@@ -97,11 +103,12 @@ class PrefixTree:
     def chain(self, tokens: array[int], salt: str) -> TokenChain:
         return TokenChain(self.root(salt), tokens, self.block_size, self.digest)
 
-    def standing(self, key: bytes) -> KVCacheBlock | None:
+    def find(self, key: bytes) -> KVCacheBlock | None:
+        """The indexed full block of this key."""
         return self._index.get(key)
 
     def positions(self) -> Iterable[tuple[bytes, Iterable[KVCacheBlock]]]:
-        """Every position that something follows, with what follows it in the order of tokens."""
+        """Each key that has children, with the children in token order."""
         return self._children.items()
 
     def match(self, chain: TokenChain, limit: int) -> PrefixHit:
@@ -111,7 +118,7 @@ class PrefixTree:
         for key, tokens in chain.full_blocks(limit // self.block_size):
             block = index.get(key)
             if block is None or block.parent_key != parent or block.tokens != tokens:
-                break  # a key that is there with other tokens is a collision, and a miss
+                break  # a known key with other tokens is a collision and counts as a miss
             blocks.append(block)
             parent = key
         start = len(blocks) * self.block_size
@@ -124,9 +131,10 @@ class PrefixTree:
     def explain(
         self, chain: TokenChain, limit: int, hit: PrefixHit, is_in_flight: Callable[[int], bool]
     ) -> CacheExplanation:
-        """Why a hit goes no further. Sees only what lies under the chain's own salt.
+        """Explain where a hit ends and why.
 
-        `is_in_flight` is asked whether someone is computing full block number i of this chain.
+        Considers only content cached with the chain's own salt. `is_in_flight(i)` returns whether a running request is
+        computing full block `i` of this chain.
         """
         num_blocks = len(hit.blocks)
         wants_block = limit >= (num_blocks + 1) * self.block_size
@@ -137,20 +145,20 @@ class PrefixTree:
             reason = StopReason.IN_FLIGHT
         elif wants_block and chain.key(num_blocks) in self._ghosts:
             reason = StopReason.EVICTED
-        elif self._goes_on(parent, hit):
+        elif self._has_other_content(parent, hit):
             reason = StopReason.DIVERGED
         else:
             reason = StopReason.NOT_FOUND if wants_block else StopReason.TOO_SHORT
         return CacheExplanation(hit.num_tokens, num_blocks, hit.num_tokens, reason)
 
-    def _goes_on(self, parent: bytes, hit: PrefixHit) -> bool:
-        """Whether other content is cached beyond the point where the match ended."""
+    def _has_other_content(self, parent: bytes, hit: PrefixHit) -> bool:
+        """Whether other content is cached after the point where the match ended."""
         if hit.tail is not None:
             return hit.num_tail_tokens < hit.tail.num_tokens
         return bool(hit.blocks) and parent in self._children
 
     def _longest_run(self, parent: bytes, wanted: bytes) -> tuple[KVCacheBlock | None, int]:
-        """The child that begins most like `wanted`, and how many tokens they share."""
+        """The child with the longest common prefix with `wanted`, and the length of that prefix in tokens."""
         children = self._children.get(parent)
         if children is None or not wanted:
             return None, 0
@@ -158,31 +166,31 @@ class PrefixTree:
         for neighbour in children.neighbours(wanted):
             if neighbour is not None and (run := common_run(neighbour.tokens, wanted)) > longest:
                 best, longest = neighbour, run
-        # Of those that share the run, the tail that ends with it could be continued in place.
+        # Prefer a free tail that ends exactly there: it can be continued in place.
         whole = children.get(wanted[: longest * TOKEN_BYTES]) if longest else None
         return (whole if whole is not None and whole.ref_count == 0 else best), longest
 
     def is_redundant(self, block: KVCacheBlock) -> bool:
-        """Whether the tree has the content of this published block in another block too."""
+        """Whether another block in the tree has the content of this published block."""
         return block.key is not None and (bool(block.twins) or self._index[block.key] is not block)
 
-    # Changes; the pool calls these
+    # Changes, called by the pool only
 
     def insert(self, block: KVCacheBlock, parent_key: bytes, key: bytes | None, tokens: bytes) -> Inserted:
-        """Make the content of an unpublished block findable; `key` is None for a partial tail."""
-        if key is not None and (standing := self._index.get(key)) is not None:
-            if standing.tokens != tokens or standing.parent_key != parent_key:
+        """Insert the content of an unpublished block. `key` is None for a partial tail."""
+        if key is not None and (indexed := self._index.get(key)) is not None:
+            if indexed.tokens != tokens or indexed.parent_key != parent_key:
                 self.num_collisions += 1
                 return Inserted(False, None)
             block.key, block.parent_key, block.tokens = key, parent_key, tokens
-            if standing.twins is None:
-                standing.twins = []
-            standing.twins.append(block)
+            if indexed.twins is None:
+                indexed.twins = []
+            indexed.twins.append(block)
             self.num_twins += 1
-            if standing.ref_count:
+            if indexed.ref_count:
                 return Inserted(True, None)
-            self._stand_in(standing, key)
-            return Inserted(True, standing)  # nobody holds it, and one copy is enough to remember
+            self._promote_twin(indexed, key)
+            return Inserted(True, indexed)  # it is free, and one cached copy is enough
         children = self._children.get(parent_key)
         superseded = None
         if children is None:
@@ -190,7 +198,7 @@ class PrefixTree:
         else:
             before, after = children.neighbours(tokens)
             if key is None and after is not None and after.tokens.startswith(tokens):
-                return Inserted(False, None)  # the tree has this tail already, in the same words or as part of more
+                return Inserted(False, None)  # the tree already contains this tail, alone or as part of a longer one
             if before is not None and before.key is None and before.ref_count == 0 and tokens.startswith(before.tokens):
                 superseded = before
                 children.remove(before)
@@ -203,34 +211,37 @@ class PrefixTree:
         return Inserted(True, superseded)
 
     def remove(self, block: KVCacheBlock) -> list[KVCacheBlock]:
-        """Take a block out of the tree. Returns the blocks that became unreachable with it, itself not included."""
+        """Remove a block from the tree.
+
+        Returns the other blocks that became unreachable and were removed too.
+        """
         key = block.key
         if key is None:
-            self._leave_parent(block)
+            self._remove_from_parent(block)
             self._unpublish(block)
             return []
-        standing = self._index[key]
-        if standing is not block:
-            assert standing.twins is not None
-            standing.twins.remove(block)
+        indexed = self._index[key]
+        if indexed is not block:
+            assert indexed.twins is not None
+            indexed.twins.remove(block)
             self._unpublish(block)
             return []
         if block.twins:
-            self._stand_in(block, key)
+            self._promote_twin(block, key)
             return []
         del self._index[key]
-        self._leave_parent(block)
+        self._remove_from_parent(block)
         self._unpublish(block)
         return self._drop_descendants(key) if key in self._children else []
 
     def remember(self, key: bytes) -> None:
-        """Keep an evicted key for a while, so that `explain` can tell an eviction from content never seen."""
+        """Keep an evicted key for a while, so that `explain` can distinguish evicted from unknown content."""
         self._ghosts[key] = None
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything, ghosts included. Blocks in use stay in use, unpublished."""
+        """Remove everything, including evicted keys. Blocks in use stay in use, unpublished."""
         for children in self._children.values():
             for block in children:
                 for twin in block.twins or ():
@@ -240,17 +251,17 @@ class PrefixTree:
         self._children.clear()
         self._ghosts.clear()
 
-    def _stand_in(self, block: KVCacheBlock, key: bytes) -> None:
-        """Let a twin take the block's place; what follows the position stays."""
+    def _promote_twin(self, block: KVCacheBlock, key: bytes) -> None:
+        """Replace an indexed block by its first twin. Its children stay."""
         assert block.twins
         assert block.parent_key is not None
-        heir, *others = block.twins
-        heir.twins = others or None
-        self._index[key] = heir
-        self._children[block.parent_key].replace(block, heir)
+        twin, *others = block.twins
+        twin.twins = others or None
+        self._index[key] = twin
+        self._children[block.parent_key].replace(block, twin)
         self._unpublish(block)
 
-    def _leave_parent(self, block: KVCacheBlock) -> None:
+    def _remove_from_parent(self, block: KVCacheBlock) -> None:
         assert block.parent_key is not None
         siblings = self._children[block.parent_key]
         siblings.remove(block)
@@ -259,13 +270,13 @@ class PrefixTree:
 
     def _drop_descendants(self, key: bytes) -> list[KVCacheBlock]:
         dropped: list[KVCacheBlock] = []
-        dying = [key]
-        while dying:
-            for block in self._children.pop(dying.pop(), ()):
+        keys = [key]
+        while keys:
+            for block in self._children.pop(keys.pop(), ()):
                 if block.key is not None:
                     del self._index[block.key]
                     self.remember(block.key)
-                    dying.append(block.key)
+                    keys.append(block.key)
                 for member in (block, *(block.twins or ())):
                     self._unpublish(member)
                     dropped.append(member)

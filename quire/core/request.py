@@ -1,4 +1,4 @@
-"""A request: what the caller asked for, how far it has come, and what it holds."""
+"""A request: sampling parameters, tokens, progress and block table."""
 
 from __future__ import annotations
 
@@ -25,49 +25,55 @@ MIN_PENALTY = 1e-2
 
 
 class Priority(IntEnum):
-    """Smaller is more urgent, so that a priority can be multiplied by a patience."""
+    """Tier of a request.
+
+    Smaller is more urgent, so that `Aging` can multiply it by the patience.
+    """
 
     HIGH = 0
     NORMAL = 1
     LOW = 2
 
 
-TIERS = tuple(Priority)  # most urgent first; a loop over the class itself is slow
+TIERS = tuple(Priority)  # most urgent first; iterating over the class itself is slow
 
 
 class RequestState(Enum):
     NEW = "new"
-    WAITING = "waiting"  # holds no place and no block
-    RUNNING = "running"  # holds a place and a block table
+    WAITING = "waiting"  # holds no batch row and no blocks
+    RUNNING = "running"  # holds a batch row and a block table
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # a stop token, or a stop string seen above the core
+    STOP = "stop"  # a stop token, or a stop string found above the core
     LENGTH = "length"  # max_tokens, or the end of the context
     CANCELLED = "cancelled"
-    ERROR = "error"  # this request failed alone: what it computed cannot be used
+    ERROR = "error"  # only this request failed; its output cannot be used
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. Refuses at construction what no backend could do."""
+    """Sampling parameters and stop conditions.
+
+    The constructor raises `InvalidRequest` for invalid values.
+    """
 
     temperature: float = 1.0
-    top_k: int = 0  # 0: all of them
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0  # randomness is counted from (seed, sample_index, position); no seed: the door draws one
-    sample_index: int = 0  # which of the n samples of one prompt this is
-    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    seed: int = 0  # random numbers depend on (seed, sample_index, position); callers draw one if the client sent none
+    sample_index: int = 0  # index among the n samples of one prompt
+    logprobs: int | None = None  # number of alternatives to report in addition to the chosen token
     prompt_logprobs: int | None = None  # needs every prompt position computed, so it skips the prefix cache
     min_tokens: int = 0
     max_tokens: int | None = None  # None: up to the end of the context
-    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text ids are among them, unless ignored
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-text ids, unless they are ignored
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -94,11 +100,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Always the most probable token. So near 0, dividing by the temperature would overflow."""
+        """Always choose the most probable token.
+
+        Dividing by a temperature this close to 0 would overflow.
+        """
         return self.temperature < MIN_TEMPERATURE
 
     def sample(self, index: int) -> SamplingParams:
-        """For one of the n samples of a prompt. What the model thinks of the prompt, only the first one asks."""
+        """Parameters for one of the n samples of a prompt.
+
+        Only the first sample computes prompt logprobs.
+        """
         return self if index == 0 else replace(self, sample_index=index, prompt_logprobs=None)
 
 
@@ -126,11 +138,11 @@ def check_tenant(tenant: str) -> None:
 
 
 def check_tokens(name: str, tokens: Sequence[int]) -> array[int]:
-    """Returns the token ids as 32-bit words, in a new array."""
+    """Check token ids and return them as a new array of 32-bit words."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens[:]
     try:
-        if countOf(map(type, tokens), int) != len(tokens):  # at C speed: prompts are long. A bool is no token id
+        if countOf(map(type, tokens), int) != len(tokens):  # fast for long prompts; a bool is not a token id
             raise TypeError
         return array("I", tokens)
     except (TypeError, OverflowError):
@@ -142,13 +154,13 @@ def check_tokens(name: str, tokens: Sequence[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """Token ids that were checked and packed once, so that nothing has to look through all of them again.
+    """Token ids that were checked and packed once, so that they are not checked again.
 
-    `PackedPrompt.of` makes one, in the process that takes a request in. It crosses to a worker as it is.
+    `PackedPrompt.of` creates one in the process that receives a request. It is sent to the worker unchanged.
     """
 
-    words: bytes  # the ids in 32 bits each, in this machine's byte order
-    largest: int  # of them
+    words: bytes  # the ids as 32-bit words in native byte order
+    largest: int  # the largest id
 
     def __post_init__(self) -> None:
         if not self.words or len(self.words) % TOKEN_BYTES:
@@ -168,18 +180,18 @@ class PackedPrompt:
 
     @property
     def tokens(self) -> array[int]:
-        """A new array."""
+        """The token ids, as a new array."""
         return array("I", self.words)
 
 
 class Request:
-    """One answer in the making. The scheduler and what it is made of change it; everyone else reads.
+    """One request and its state. Only the scheduler and its parts change it.
 
-    Token positions, as the scheduler moves through them:
+    Token positions:
 
-        [0, num_computed)               KV exists and is committed; shared heads first, then our own
+        [0, num_computed)               KV exists and is committed: shared blocks first, then its own
         [num_computed, num_planned)     in a step that is in flight
-        [num_planned, num_tokens)       to be planned; the last one may be a sample nobody has seen yet
+        [num_planned, num_tokens)       to be planned; the last one may be a sample that is still in flight
     """
 
     __slots__ = (
@@ -232,8 +244,8 @@ class Request:
         check_salt(salt)
         check_tenant(tenant)
         self.request_id = request_id
-        # All known tokens: the prompt, then what was sampled. It only ever grows. 32-bit words instead of a list: a
-        # prompt of 128k tokens is copied, compared and hashed without an object for each.
+        # All known tokens: the prompt, then the samples. Append-only. An array of 32-bit words instead of a list: a
+        # prompt of 128k tokens is copied, compared and hashed without creating an object per token.
         self.tokens = prompt.tokens if isinstance(prompt, PackedPrompt) else check_tokens("prompt", prompt)
         if not self.tokens:
             raise InvalidRequest("prompt has no tokens: at least one is needed to compute the next")
@@ -242,48 +254,51 @@ class Request:
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.priority = Priority(priority)
         self.salt = salt  # requests with different salts share nothing
-        self.tenant = tenant  # who pays: tenants of one tier share it fairly
-        self.parent = parent  # whose blocks to share while it runs (n > 1, branches)
+        self.tenant = tenant  # the account that is charged; tenants share a tier fairly
+        self.parent = parent  # a request whose blocks to share while it runs (n > 1, branches)
 
         self.state = RequestState.NEW
         self.finish_reason: FinishReason | None = None
-        self.epoch = 0  # raised whenever results in flight become nobody's
+        self.epoch = 0  # increased when results in flight become invalid for this request
         self.sequence = 0  # order of arrival; breaks ties
-        self.urgency = 0  # the policy's, set at admission
+        self.urgency = 0  # `Policy.urgency`, set at admission
         self.arrived_ns = 0
         self.enqueued_ns = 0  # start of the last wait
-        self.earlier_waits_ns = 0  # time spent in the waits before it: the age that a preemption must not lose
-        self.waited_ns = 0  # time spent in all waits that are over
+        self.earlier_waits_ns = 0  # total time of the waits before it, so that a preemption does not reset the age
+        self.waited_ns = 0  # total time of all completed waits
         self.is_prefix_waiting = False
         self.num_preemptions = 0
-        self.num_preempted_at = -1  # the most tokens it had computed when it was preempted
-        self.num_spared_until = -1  # a waiting request does not preempt it before it has computed so many tokens
-        self.last_step = 0  # the planner's number of the last step in which a turn gave it tokens
+        self.num_preempted_at = -1  # largest number of computed tokens at a preemption
+        self.num_spared_until = -1  # no waiting request preempts it before it has computed this many tokens
+        self.last_step = 0  # number of the last step in which a turn gave it tokens
 
-        self.chain: TokenChain | None = None  # names of this request's blocks in the prefix tree
-        self.token_limit = 0  # prompt and answer together
+        self.chain: TokenChain | None = None  # chain keys of its blocks
+        self.token_limit = 0  # prompt and output together
         self.batch_index: int | None = None
         self.block_table: list[int] = []  # append-only while held, replaced (never cleared) on release
         self.num_computed = 0
         self.num_planned = 0
-        self.num_in_flight = 0  # samples on their way
-        self.num_published = 0  # leading full blocks already offered to the tree
-        self.num_cached_tokens = 0  # prompt tokens the first admission found in the cache
-        self.cache_explanation: CacheExplanation | None = None  # and why not more
+        self.num_in_flight = 0  # samples of steps that are not committed yet
+        self.num_published = 0  # leading full blocks passed to the tree
+        self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
+        self.cache_explanation: CacheExplanation | None = None  # explanation of that match
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and promised ones."""
+        """Known tokens plus samples in flight."""
         return len(self.tokens) + self.num_in_flight
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has computed more than when it was last preempted: if not, it is not preempted again."""
+        """Whether it has computed more tokens than at its last preemption.
+
+        If not, it is not preempted again.
+        """
         return self.num_computed > self.num_preempted_at
 
     @property
     def is_spared(self) -> bool:
-        """Whether no waiting request may preempt it now: it has been preempted and has hardly gone on since."""
+        """Whether no waiting request may preempt it: it was preempted before and has made little progress since."""
         return self.num_preemptions > 0 and self.num_computed < self.num_spared_until
 
     @property
@@ -295,7 +310,10 @@ class Request:
         return self.tokens[self.num_prompt_tokens :].tolist()
 
     def sibling(self, request_id: int, sample_index: int) -> Request:
-        """Another sample of the same prompt (n > 1): it shares the prompt's blocks and draws its own random numbers."""
+        """Another sample of the same prompt (n > 1).
+
+        It shares the prompt's blocks and has its own random numbers.
+        """
         sampling = replace(self.sampling, sample_index=sample_index)
         prompt = self.tokens[: self.num_prompt_tokens]
         return Request(
@@ -303,7 +321,7 @@ class Request:
         )
 
     def branch(self, request_id: int, sampling: SamplingParams) -> Request:
-        """A new request that goes on from everything known here, prompt and answer."""
+        """A new request that continues from all tokens of this one, prompt and output."""
         return Request(
             request_id, self.tokens, sampling, priority=self.priority, salt=self.salt, tenant=self.tenant, parent=self
         )

@@ -1,4 +1,4 @@
-"""The running set: who holds a place, most urgent first."""
+"""The running set: requests that hold a batch row, most urgent first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _order = attrgetter("urgency", "sequence")
 
 
 class RunningSet:
-    """Running requests by (urgency, order of arrival), each with a place: a row the runner keeps for it.
+    """Running requests ordered by (urgency, order of arrival).
 
-    The order is constant, because nobody ages while running. The last in it is the first to be preempted.
+    Each holds a batch row: its index in the runner's batch. The order is constant, because urgency does not change
+    while a request runs. The last request is preempted first.
     """
 
     def __init__(self, max_num_seqs: int, cache: KVCacheManager) -> None:
@@ -24,8 +25,8 @@ class RunningSet:
             raise InvalidRequest(f"{max_num_seqs = } is less than 1")
         self.max_num_seqs = max_num_seqs
         self.requests: list[Request] = []
-        self.prompts: dict[int, Request] = {}  # by id: those whose known tokens are not all computed
-        self.counts = [0] * len(Priority)  # of each tier
+        self.prompts: dict[int, Request] = {}  # by id: requests in prefill
+        self.counts = [0] * len(Priority)  # running requests by tier
         self._cache = cache
         self._free_batch_indices = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
@@ -45,7 +46,7 @@ class RunningSet:
         return tuple(self._free_batch_indices)
 
     def add(self, request: Request) -> int:
-        """Give a request a place and its place in the order. Returns the place."""
+        """Assign a batch row to a request and insert it in order. Returns the batch index."""
         request.batch_index = self._free_batch_indices.pop()
         request.state = RequestState.RUNNING
         insort(self.requests, request, key=_order)
@@ -54,7 +55,7 @@ class RunningSet:
         return request.batch_index
 
     def vacate(self, request: Request) -> None:
-        """Take a request off the machine: place, blocks, and the claim on any result still on its way."""
+        """Remove a request: free its batch row and blocks, and invalidate its results in flight."""
         assert request.batch_index is not None
         self.requests.remove(request)
         self.prompts.pop(request.request_id, None)
@@ -66,6 +67,6 @@ class RunningSet:
         self._cache.release(request)
 
     def pop_released(self) -> tuple[int, ...]:
-        """Slots given up since the last call."""
+        """Batch indices released since the last call."""
         released, self._released = self._released, []
         return tuple(released)

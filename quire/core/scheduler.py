@@ -1,6 +1,6 @@
-"""The scheduler: one plan per step, for everyone who runs and everyone who may begin.
+"""The scheduler: plans each step for running and waiting requests.
 
-Plans on counts, never on token values, so that step N+1 can be planned while the device still runs step N.
+Plans depend on token counts, never on token values, so step N+1 can be planned while the device still runs step N.
 Knows nothing of text, tensors or clocks: `now_ns` is an argument.
 """
 
@@ -20,13 +20,13 @@ from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.core.waiting import WaitingQueue
 from quire.errors import Draining, InvalidRequest, InvariantViolation, QuireError
 
-MAX_IN_FLIGHT = 2  # plans without a commit: one on the device, one just made
+MAX_IN_FLIGHT = 2  # uncommitted plans: one on the device, one just made
 
 
 class Scheduler:
-    """Keeps the requests; `schedule` plans a step, `commit` takes its result.
+    """Owns all requests. `schedule` plans a step and `commit` applies its result.
 
-    All that changes requests, blocks and queues goes through here, one call at a time.
+    All changes to requests, blocks and queues go through this class, one call at a time.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Scheduler:
         self.cache = cache
         self.policy = policy
         if max_model_len is not None and max_model_len < 2:
-            raise InvalidRequest(f"{max_model_len = } is less than 2: a prompt token and one to generate")
+            raise InvalidRequest(f"{max_model_len = } is less than 2: one prompt token and one output token")
         self.max_model_len = cache.max_model_len if max_model_len is None else min(max_model_len, cache.max_model_len)
         self._observe = observe
-        self._requests: dict[int, Request] = {}  # alive, by id
-        self.requests = MappingProxyType(self._requests)  # all that run or wait, by id: a view
+        self._requests: dict[int, Request] = {}  # running and waiting requests by id
+        self.requests = MappingProxyType(self._requests)  # read-only view
         self._running = RunningSet(max_num_seqs, cache)
         self._waiting = WaitingQueue(policy.make_lane, max_waiting)
         self._planner = Planner(
@@ -87,16 +87,19 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def explain(self, request: Request) -> CacheExplanation:
-        """What the cache would give this request now, and why not more. Changes nothing."""
+        """Explain how much of this request the cache would serve now, and why not more.
+
+        Changes nothing.
+        """
         return self._planner.explain(request, self.cache.match(request))
 
-    # Requests come and go
+    # Arrival and end of requests
 
     def add(self, request: Request, now_ns: int) -> None:
-        """Let a request in, or raise and change nothing."""
+        """Add a request to the waiting queue, or raise and change nothing."""
         try:
             if self._is_draining:
-                raise Draining("the scheduler is draining and takes no new requests")
+                raise Draining("the scheduler is draining and accepts no new requests")
             if request.state is not RequestState.NEW or request.request_id in self._requests:
                 raise InvalidRequest(f"request_id = {request.request_id} is in use, or the request was added before")
             self.cache.check_fits(request.num_prompt_tokens, self.max_model_len)
@@ -107,7 +110,7 @@ class Scheduler:
         self._now_ns = max(self._now_ns, now_ns)
         self._num_arrived += 1
         request.sequence = self._num_arrived
-        request.epoch = self._num_arrived << 32  # unique, even if an id is used again while old results are under way
+        request.epoch = self._num_arrived << 32  # unique, even if an id is reused while old results are in flight
         request.arrived_ns = request.enqueued_ns = self._now_ns
         request.state = RequestState.WAITING
         max_tokens = request.sampling.max_tokens or self.max_model_len
@@ -118,28 +121,37 @@ class Scheduler:
         self._observe(Arrived(request.request_id, request.priority, request.num_prompt_tokens))
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request and free its blocks now, whatever it is doing. False if it is not alive."""
+        """End a request in any state and free its blocks.
+
+        Returns False if it is not running or waiting.
+        """
         return self._end(request_id, FinishReason.CANCELLED)
 
     def finish(self, request_id: int, num_output_tokens: int) -> bool:
-        """End a request whose answer is complete after so many tokens (a stop string). False if it is not alive."""
+        """End a request whose output is complete after `num_output_tokens` (a stop string).
+
+        Returns False if it is not running or waiting.
+        """
         request = self._requests.get(request_id)
         if request is not None and not 0 <= num_output_tokens <= request.num_output_tokens:
-            raise InvalidRequest(f"{num_output_tokens = } is more than the {request.num_output_tokens} there are")
+            raise InvalidRequest(f"{num_output_tokens = } is not from 0 to {request.num_output_tokens}")
         return self._end(request_id, FinishReason.STOP, num_output_tokens)
 
     def fail(self, request_id: int) -> bool:
-        """End a request that cannot go on, for a reason found above the core. False if it is not alive."""
+        """End a request that failed above the core.
+
+        Returns False if it is not running or waiting.
+        """
         return self._end(request_id, FinishReason.ERROR)
 
     def drain(self) -> None:
-        """Take no new requests; those that are here are served to the end (`has_work` says when)."""
+        """Reject new requests. Current requests are completed; then `has_work` is false."""
         self._is_draining = True
 
     # One step
 
     def schedule(self, now_ns: int) -> StepPlan:
-        """Plan the next step. A plan that is not empty must be committed, in order."""
+        """Plan the next step. Plans that are not empty must be committed in order."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise InvariantViolation(f"{len(self._in_flight)} plans are in flight: commit the oldest first")
         self._now_ns = now_ns = max(self._now_ns, now_ns)
@@ -152,7 +164,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
-        """Take the result of the oldest plan in flight. Slices of an old epoch are dropped whole."""
+        """Apply the result of the oldest plan in flight. Slices of an old epoch are dropped."""
         if not self._in_flight or self._in_flight[0] is not plan:
             raise InvariantViolation("commit of a plan that is not the oldest in flight")
         if len(result.tokens) != len(plan.slices):
@@ -160,7 +172,7 @@ class Scheduler:
         self._in_flight.popleft()
         updates: list[TokenUpdate] = []
         requests, block_size = self._requests, self.cache.block_size
-        has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rarely, so it is asked once
+        has_more = bool(result.failures or result.logprobs or result.prompt_logprobs)  # rare, so tested once
         for index, (piece, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             request = requests.get(piece.request_id)
             if request is None or request.epoch != piece.epoch:
@@ -209,7 +221,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             request.epoch += 1
-        if num_output_tokens is not None:  # a new list: a plan in flight reads the old one as its history
+        if num_output_tokens is not None:  # a new array: a plan in flight reads the old one as its history
             request.tokens = request.tokens[: request.num_prompt_tokens + num_output_tokens]
         self.policy.ledger.leave(request)
         request.state = RequestState.FINISHED

@@ -1,6 +1,7 @@
-"""What flows between scheduler and runner: one step as plain numbers.
+"""Data exchanged between scheduler and runner: plans and results of a step, as plain numbers.
 
-Named tuples, not frozen dataclasses: as immutable, and built four times faster (a step builds one slice per request).
+Named tuples instead of frozen dataclasses: also immutable, and created four times faster (a step creates one slice per
+request).
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from quire.core.request import FinishReason, SamplingParams
 
 
 class SeqSlice(NamedTuple):
-    """One request's share of one forward pass."""
+    """The tokens of one request in one forward pass."""
 
     request_id: int
-    epoch: int  # a result that comes back for an old epoch is dropped
+    epoch: int  # a result for an old epoch is dropped
     batch_index: int  # row in [0, max_num_seqs), held from admission to release
-    tokens: Sequence[int]  # to compute now; empty means "your own last sample for this place"
-    start: int  # KV of [0, start) is in the blocks already
-    length: int  # how many tokens this slice computes, at least 1
-    block_table: Sequence[int]  # append-only, by reference; covers [0, start + length) and maybe more
-    history: Sequence[int]  # all known tokens, by reference: penalties need what a prefix hit skipped
-    wants_token: bool  # the slice reaches the last token: sample after it
+    tokens: Sequence[int]  # to compute in this step; if empty, the runner uses its last sample of this row
+    start: int  # KV of [0, start) is already in the blocks
+    length: int  # number of tokens that this slice computes, at least 1
+    block_table: Sequence[int]  # append-only, by reference; covers at least [0, start + length)
+    history: Sequence[int]  # all known tokens, by reference: penalties also need tokens of a prefix hit
+    wants_token: bool  # the slice reaches the last token, so the runner samples after it
     sampling: SamplingParams
-    num_prompt_tokens: int  # of the history, what the caller wrote: some penalties count only what was answered
+    num_prompt_tokens: int  # prompt part of the history: some penalties count only output tokens
 
 
 class BlockCopy(NamedTuple):
@@ -34,15 +35,18 @@ class BlockCopy(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Everything a runner needs for one step. No block is both source and destination of its copies."""
+    """Everything a runner needs for one step.
+
+    No block is both source and destination of copies.
+    """
 
     slices: tuple[SeqSlice, ...]
-    copies: tuple[BlockCopy, ...]  # done before the forward pass
-    released: tuple[int, ...]  # places given up since the last plan
+    copies: tuple[BlockCopy, ...]  # to be made before the forward pass
+    released: tuple[int, ...]  # batch indices released since the last plan
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to run: the scheduler does not expect a commit for it."""
+        """Whether there is nothing to run. An empty plan is not committed."""
         return not self.slices
 
     @property
@@ -51,16 +55,19 @@ class StepPlan(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model thought of one position, before penalties and temperature: natural logarithms."""
+    """Log probabilities at one position: natural logarithms, before penalties and temperature."""
 
-    token: int  # the one that stands there
+    token: int  # the token at this position
     logprob: float
-    rank: int  # of that token, 0 for the most probable
+    rank: int  # rank of that token, 0 for the most probable
     top: tuple[tuple[int, float], ...]  # the most probable tokens, best first
 
 
 class PromptLogprobs(NamedTuple):
-    """For the prompt tokens at [start, start + len(entries)). The first of a prompt has none: nothing precedes it."""
+    """Log probabilities of the prompt tokens [start, start + len(entries)).
+
+    The first token of a prompt has none, because no token precedes it.
+    """
 
     start: int
     entries: tuple[TokenLogprobs, ...]
@@ -70,21 +77,21 @@ NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """What a runner found: for each slice of the plan the sampled tokens, none where none was wanted."""
+    """Result of a step: the sampled tokens of each slice, empty where `wants_token` is false."""
 
     tokens: tuple[tuple[int, ...], ...]
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = NOTHING  # by index of the slice, where they were asked for
-    prompt_logprobs: Mapping[int, PromptLogprobs] = NOTHING  # by index of the slice
-    failures: Mapping[int, str] = NOTHING  # slices that came to nothing, and why: their requests end, alone
-    is_poisoned: bool = False  # what failed may have left KV that must not be shared
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = NOTHING  # by slice index, where requested
+    prompt_logprobs: Mapping[int, PromptLogprobs] = NOTHING  # by slice index
+    failures: Mapping[int, str] = NOTHING  # slice index -> error; only the requests of these slices end
+    is_poisoned: bool = False  # a failure may have left KV content that must not be shared
 
 
 class TokenUpdate(NamedTuple):
-    """News of one request, for whoever streams it."""
+    """New tokens of one request."""
 
     request_id: int
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where requested
     prompt_logprobs: PromptLogprobs | None = None
-    error: str | None = None  # why it ended, where the reason is ERROR
+    error: str | None = None  # message, if the finish reason is ERROR

@@ -1,4 +1,4 @@
-"""Fairness between tenants (API keys) of one tier: virtual time, and a queue ordered by it."""
+"""Fair queuing between the tenants (API keys) of one tier."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from heapq import heappop, heappush, heapreplace
 from quire.core.heap import Key, RequestHeap
 from quire.core.request import Request
 
-MIN_SWEEP = 64  # tenants remembered before the first sweep
+MIN_SWEEP = 64  # tenants stored before idle ones are first removed
 
 
 class TenantClock:
-    """Tokens served to each tenant, as start-time fair queuing counts them.
+    """Virtual time of each tenant in tokens, by start-time fair queuing.
 
-    A tenant that was idle starts at the floor: it gets no credit for service it did not ask for. The floor is the
-    lowest time among the tenants served last, so an idle tenant at or below it need not be remembered. In a step in
-    which the tier has all it wants, no tenant is served at another one's cost: then all tenants are equal again.
+    A tenant that was idle starts at the floor: it gets no credit for service it did not request. The floor is the
+    lowest time among the tenants served last, so an idle tenant at or below it need not be stored. In a step in which
+    the tier gets all it wants, no tenant is served at another's expense, so all times are set equal.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, int] = {}
-        self._num_alive: dict[str, int] = {}  # requests that wait or run
+        self._num_alive: dict[str, int] = {}  # number of waiting and running requests
         self._floor = 0
-        self._lowest: int | None = None  # served in this step
-        self._highest = 0  # of all times
+        self._lowest: int | None = None  # lowest time served in this step
+        self._highest = 0  # highest time of all tenants
         self._max_remembered = MIN_SWEEP
 
     def time(self, tenant: str) -> int:
-        """Never falls, as long as the tenant has requests."""
+        """Virtual time of a tenant. It never decreases while the tenant has requests."""
         return self._times.get(tenant, self._floor)
 
     def arrive(self, tenant: str) -> None:
@@ -65,16 +65,17 @@ class TenantClock:
 
 
 class TenantLane:
-    """The waiting requests of one tier: the tenant served least goes first, its requests in the order of arrival.
+    """The waiting requests of one tier, ordered by the virtual time of their tenants.
 
-    Times only grow, so an entry of the heap that is out of date is found and corrected when it surfaces.
+    The tenant served least is first; its requests are in order of arrival. Times never decrease, so an outdated heap
+    entry is detected and corrected when it reaches the top.
     """
 
     def __init__(self, clock: TenantClock) -> None:
         self._clock = clock
         self._lines: dict[str, RequestHeap] = {}
-        self._heap: list[tuple[int, int, str]] = []  # (time, number, tenant), one entry for each line
-        self._num_lines = 0  # made so far
+        self._heap: list[tuple[int, int, str]] = []  # (time, serial number, tenant), one entry per tenant in `_lines`
+        self._num_lines = 0  # created so far
         self._len = 0
 
     def __len__(self) -> int:
@@ -99,7 +100,7 @@ class TenantLane:
         self._len -= 1
 
     def first(self) -> tuple[Key, Request]:
-        """The next request and its key; there must be one."""
+        """The next request and its key. The lane must not be empty."""
         while True:
             time, number, tenant = self._heap[0]
             line = self._lines[tenant]

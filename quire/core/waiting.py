@@ -1,4 +1,4 @@
-"""The waiting queue: bounded, a lane for each tier, with cancellation and with a place for prefix waiters."""
+"""The waiting queue: a lane for each tier, and the requests that wait for a prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.errors import InvalidRequest, QueueFull
 
 
 class Lane(Protocol):
-    """The waiting requests of one tier, in the order in which they are admitted. O(log n) for everything."""
+    """The waiting requests of one tier, in order of admission. Every operation is O(log n)."""
 
     def __len__(self) -> int: ...
 
@@ -23,14 +23,14 @@ class Lane(Protocol):
     def remove(self, request: Request) -> None: ...
 
     def first(self) -> tuple[Key, Request]:
-        """The next request and its key; there must be one."""
+        """The next request and its key. The lane must not be empty."""
 
 
 class ArrivalLane:
-    """First come, first served, as early as the smallest key in the lane allows.
+    """Requests in order of arrival. The key of the lane is the smallest key of its requests.
 
-    A preempted request comes back with a larger key than it had, because it has been served. Requests of its tier that
-    arrived later must not overtake it for that reason.
+    A preempted request returns with a larger key, because it has been served. The order of arrival prevents later
+    requests of its tier from overtaking it for that reason.
     """
 
     def __init__(self, key: Callable[[Request], int]) -> None:
@@ -57,17 +57,17 @@ class ArrivalLane:
 
 
 class PrefixWaiters:
-    """Requests that wait while a running request, their owner, computes the prefix they share.
+    """Requests that wait while a running request, the owner, computes their common prefix.
 
-    A waiter is looked at when it begins to wait and when that ends. In between, a step asks the owners only.
+    A waiter costs time only when its wait starts and ends. In between, a step checks only the owners.
     """
 
     def __init__(self) -> None:
-        # Epoch of an owner, and whether its own children wait -> the owner, and its waiters by the tokens it has to
-        # compute for them
+        # (epoch of an owner, whether the waiters are its children) -> the owner, and its waiters ordered by the number
+        # of tokens that it has to compute for them
         self._groups: dict[tuple[int, bool], tuple[Request, RequestHeap]] = {}
-        self._group_of: dict[int, tuple[int, bool]] = {}  # id of a waiter -> its group
-        self._counts: Counter[tuple[Priority, str]] = Counter()  # tier and tenant -> waiters
+        self._group_of: dict[int, tuple[int, bool]] = {}  # request id of a waiter -> key of its group
+        self._counts: Counter[tuple[Priority, str]] = Counter()  # (tier, tenant) -> number of waiters
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -83,7 +83,7 @@ class PrefixWaiters:
         return self._counts[priority, tenant]
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
-        """Wait until the owner has computed so many tokens, or is gone."""
+        """Add a waiter until the owner has computed `num_tokens` or has stopped running."""
         group = (owner.epoch, request.parent is owner)
         self._group_of[request.request_id] = group
         self._counts[request.priority, request.tenant] += 1
@@ -100,9 +100,10 @@ class PrefixWaiters:
             del self._counts[request.priority, request.tenant]
 
     def pop_ready(self, can_share: Callable[[Request], bool]) -> list[Request]:
-        """Waiters whose prefix is there, or will not be: the owner is gone, or will not publish it (`can_share`).
+        """Remove and return waiters whose prefix is computed or will not be available.
 
-        A child takes the blocks from its parent's table and does not need them published.
+        It will not be available if the owner has stopped running or will not publish it (`can_share`). A child takes
+        the blocks from its parent's table, so they need not be published.
         """
         ready: list[Request] = []
         for (epoch, is_parent), (owner, heap) in list(self._groups.items()):
@@ -116,6 +117,8 @@ class PrefixWaiters:
 
 
 class WaitingQueue:
+    """All waiting requests, up to a limit."""
+
     def __init__(self, make_lane: Callable[[Priority], Lane], max_requests: int) -> None:
         if max_requests < 1:
             raise InvalidRequest(f"{max_requests = } is less than 1")
@@ -138,19 +141,22 @@ class WaitingQueue:
         return request.request_id in self._ids
 
     def num_prefix_waiters(self, request: Request) -> int:
-        """Of the same tier and tenant."""
+        """Number of prefix waiters of the same tier and tenant."""
         return self.prefix_waiters.count(request.priority, request.tenant)
 
     def num_ready(self, priority: Priority) -> int:
-        """Requests of a tier that could start now: prefix waiters are not among them."""
+        """Number of waiting requests of a tier that could start now, without prefix waiters."""
         return len(self._lanes[priority])
 
     def check_room(self) -> None:
         if len(self) >= self.max_requests:
-            raise QueueFull(f"{len(self)} requests wait already, which is the limit")
+            raise QueueFull(f"{len(self)} requests are waiting, which is the limit")
 
     def push(self, request: Request) -> None:
-        """Queue a request. `check_room` is for arrivals: a preempted request always comes back."""
+        """Queue a request.
+
+        `check_room` applies to arrivals only: a preempted request is always queued.
+        """
         self._ids.add(request.request_id)
         self._lanes[request.priority].push(request)
         self.num_tokens += len(request.tokens)
@@ -161,17 +167,17 @@ class WaitingQueue:
         return min(heads, key=_key_of) if heads else None
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
-        """Let a request wait for a prefix in flight: until `owner` has computed so many tokens."""
+        """Let a request wait for a prefix in flight, until `owner` has computed `num_tokens`."""
         self._lanes[request.priority].remove(request)
         self.prefix_waiters.park(request, owner, num_tokens)
 
     def unpark(self, can_share: Callable[[Request], bool]) -> None:
-        """Put prefix waiters back into their lanes whose wait is over."""
+        """Move prefix waiters whose wait has ended back into their lanes."""
         for request in self.prefix_waiters.pop_ready(can_share):
             self._lanes[request.priority].push(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a request from its lane or from the prefix waiters."""
         self._ids.remove(request.request_id)
         if request in self.prefix_waiters:
             self.prefix_waiters.remove(request)

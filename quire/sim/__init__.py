@@ -1,0 +1,1 @@
+"""Simulation of the scheduler on traces, and comparison with a live server."""

@@ -1,6 +1,7 @@
-"""A replayed trace beside the simulator's prediction: step times fitted to a live server, and the figures of both.
+"""Compares a trace replayed on a live server with its simulation.
 
-Knows nothing of HTTP: `quire/cli/replay_client.py` sends requests and takes the times.
+Fits step times to the server and computes the figures of both. Knows nothing of HTTP: `quire/cli/replay_client.py`
+sends the requests and measures the times.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from quire.sim.traces import TraceRequest
 
 class Ending(StrEnum):
     FINISHED = "finished"
-    LEFT = "left"  # the client went away, as the trace says
+    LEFT = "left"  # the client disconnected, as specified by the trace
     REFUSED = "refused"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one client saw of a live server. Moments count from the start of the replay, `ttft_s` from `sent_s`."""
+    """One request to a live server, as seen by the client.
+
+    `due_s`, `sent_s` and `end_s` count from the start of the replay, `ttft_s` counts from `sent_s`.
+    """
 
     priority: Priority
     due_s: float
@@ -35,7 +39,7 @@ class Served:
     ending: Ending
     ttft_s: float | None = None
     num_outputs: int = 0
-    num_prompt_tokens: int = 0  # these two as the server billed them: 0 where it sent no bill
+    num_prompt_tokens: int = 0  # this and the next field from the `usage` of the server, 0 without one
     num_cached_tokens: int = 0
     problem: str = ""
 
@@ -49,7 +53,10 @@ class Served:
 
 
 def prepare(trace: Sequence[TraceRequest], *, speed: float, max_requests: int | None) -> list[TraceRequest]:
-    """The first of them, from time 0 on, `speed` times as fast. Clients keep the patience they have."""
+    """Take the first `max_requests` of a trace, start it at time 0 and play it `speed` times as fast.
+
+    `cancel_after_s` does not change.
+    """
     if not 1e-3 <= speed <= 1e3:
         raise InvalidRequest(f"{speed = } is not from 0.001 to 1000")
     if max_requests is not None and max_requests < 1:
@@ -58,28 +65,28 @@ def prepare(trace: Sequence[TraceRequest], *, speed: float, max_requests: int | 
     return [replace(one, arrival_s=(one.arrival_s - start_s) / speed) for one in trace[:max_requests]]
 
 
-# How long steps take there
+# Step times of a live server
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Equal requests sent at once to an idle server, and how long it took until the last had its answer."""
+    """Equal requests sent at once to an idle server, and the time until the last of them was answered."""
 
     num_steps: int
     num_tokens: int
-    num_context: int  # tokens of KV read, summed over the steps
+    num_context: int  # KV tokens read, summed over all steps
     took_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     step_time: StepTime
-    overhead_s: float  # of a request, outside the engine
-    worst: float  # the largest relative error over the probes
+    overhead_s: float  # time of a request outside the engine
+    worst: float  # largest relative error of all probes
 
 
 def probe_work(prompt: int, outputs: int, num_requests: int, config: SimConfig) -> tuple[int, int, int]:
-    """Steps, tokens and context of such a probe: its prompt in chunks, then one token a step."""
+    """Steps, tokens and context tokens of a probe: the prompt in chunks, then one token per step."""
     chunk = min(config.max_chunk_tokens, config.max_num_batched_tokens // num_requests)
     ends = [*range(chunk, prompt, chunk), prompt]
     context = sum(ends) + sum(range(prompt + 1, prompt + outputs))
@@ -87,7 +94,10 @@ def probe_work(prompt: int, outputs: int, num_requests: int, config: SimConfig) 
 
 
 def fit(probes: Sequence[Probe]) -> Fit:
-    """Least squares over relative errors, nothing negative: a line through noise must not say that tokens save time."""
+    """Fit step times by least squares over relative errors, without negative values.
+
+    A fit to noisy measurements could otherwise find that additional tokens save time.
+    """
     rows = [(1.0, one.num_steps, one.num_tokens, one.num_context) for one in probes]
     times = [one.took_s for one in probes]
     scaled = [[value / took_s for value in row] for row, took_s in zip(rows, times, strict=True)]
@@ -99,7 +109,7 @@ def fit(probes: Sequence[Probe]) -> Fit:
         whole = [0.0] * len(rows[0])
         for column, value in zip(columns, found, strict=True):
             whole[column] = value
-        if not whole[1] and not whole[2]:  # a step takes time, whatever was measured
+        if not whole[1] and not whole[2]:  # a step of no duration is not plausible
             continue
         error = sum((_dot(row, whole) - 1) ** 2 for row in scaled)
         if best is None or error < best[0]:
@@ -112,13 +122,13 @@ def fit(probes: Sequence[Probe]) -> Fit:
 
 
 def _choices(num_columns: int) -> Iterator[tuple[int, ...]]:
-    """Which unknowns are not zero."""
+    """All non-empty subsets of columns: the unknowns that are not zero."""
     for size in range(1, num_columns + 1):
         yield from combinations(range(num_columns), size)
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Of rows * x = 1, by the normal equations. None: the rows do not tell the unknowns apart."""
+    """Solve rows * x = 1 by the normal equations. Returns None if the solution is not unique."""
     size = len(rows[0])
     norms = [sum(row[i] ** 2 for row in rows) ** 0.5 for i in range(size)]
     if not all(norms):
@@ -143,7 +153,7 @@ def _dot(row: Sequence[float], values: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(row, values, strict=True))
 
 
-# The figures of both
+# Figures of the replay and of the simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +165,23 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a whole run, or of one tier of it."""
+    """Figures of a whole run or of one tier."""
 
     num_requests: int
     endings: dict[str, int]
     ttft_s: Spread
-    e2e_s: Spread  # of those that got their answer
+    e2e_s: Spread  # of finished requests
     output_tokens_per_s: float  # from the first arrival to the last end
     makespan_s: float
-    hit_rate: float | None = None  # from here on of whole runs only; None: not known
+    hit_rate: float | None = None  # this and the following for whole runs only; None: unknown
     num_preemptions: int | None = None
     num_steps: int | None = None
 
 
 def measured(served: Sequence[Served], *, num_preemptions: int | None, num_steps: int | None) -> Figures:
-    billed = [one for one in served if one.num_prompt_tokens]
-    num_queried = sum(one.num_prompt_tokens - 1 for one in billed)  # the last token is always computed
-    num_cached = sum(one.num_cached_tokens for one in billed)
+    with_usage = [one for one in served if one.num_prompt_tokens]
+    num_queried = sum(one.num_prompt_tokens - 1 for one in with_usage)  # the last token is always computed
+    num_cached = sum(one.num_cached_tokens for one in with_usage)
     return replace(
         measured_part(served),
         hit_rate=num_cached / num_queried if num_queried else None,
@@ -203,7 +213,10 @@ _ENDINGS = {
 
 
 def predicted(report: SimReport, overhead_s: float) -> Figures:
-    """As a client would see it: every request spends `overhead_s` outside the engine."""
+    """Figures of a simulation as a client would measure them.
+
+    Each request spends `overhead_s` outside the engine.
+    """
     whole = predicted_part(report, overhead_s)
     return replace(
         whole, hit_rate=report.cache.hit_rate, num_preemptions=report.num_preemptions, num_steps=report.num_steps

@@ -1,4 +1,4 @@
-"""Synthetic traces that put one question to a policy each. Drawn from a seed."""
+"""Synthetic traces, each of which tests one property of a policy. Generated from a seed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from random import Random
 from quire.core.request import Priority
 from quire.sim.traces import TraceRequest, check_synthetic, synthesize
 
-BACKLOG_PART = 4  # of five requests; the fifth is the one whose wait is measured
+BACKLOG_PART = 4  # backlog requests for each request whose wait is measured
 
 
 def mixed(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """A small team at work: `synthesize`."""
+    """Mixed load of a small team: see `synthesize`."""
     return synthesize(num_requests, rate, seed=seed)
 
 
 def backlog(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """A LOW batch that is there from the beginning, and HIGH requests at a tenth of the rate: how long do they wait?"""
+    """A LOW batch from the start, and HIGH requests at a tenth of the rate.
+
+    Tests how long HIGH requests wait.
+    """
     return _beside(num_requests, rate, seed, Priority.LOW, Priority.HIGH)
 
 
 def saturated(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """More HIGH work than the machine can do, and LOW requests at a tenth of the rate: what do they get?"""
+    """HIGH load above capacity, and LOW requests at a tenth of the rate.
+
+    Tests the share that LOW requests get.
+    """
     return _beside(num_requests, rate, seed, Priority.HIGH, Priority.LOW)
 
 
 def tenants(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """One tenant sends a batch at once, another one a request now and then, in the same tier."""
+    """One tenant sends a batch at once, another sends single requests, in the same tier."""
     return _beside(num_requests, rate, seed, Priority.NORMAL, Priority.NORMAL, ("batch", "person"))
 
 

@@ -1,6 +1,6 @@
-"""A trace from a server's log: who came when, how long prompts and answers were.
+"""Builds a trace from a server log: arrival times and lengths of prompts and answers.
 
-What prompts have in common is not in any log, because logs hold nobody's text: in such a trace nobody shares anything.
+Logs contain no text, so shared prefixes are unknown: in such a trace, only the n samples of one prompt share tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ MAX_SPLIT = 4096  # prompts times samples of one line
 @dataclass(frozen=True, slots=True)
 class RecordedTrace:
     requests: list[TraceRequest]  # in order of arrival, the first at 0
-    num_left_out: int  # refused and failed ones: what they would have been is not known
+    num_left_out: int  # refused and failed requests, whose lengths are unknown
 
 
 def read_log(path: str) -> RecordedTrace:
-    """Of `quire serve --log-format json`; `-` is standard input. Lines of anything but requests are passed over."""
+    """Read a log of `quire serve --log-format json`; `-` is standard input.
+
+    Other log lines are ignored.
+    """
     try:
         if path == "-":
             found = list(_parse_lines("standard input", sys.stdin))
@@ -38,7 +41,7 @@ def read_log(path: str) -> RecordedTrace:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     requests = sorted((one for part in found for one in part), key=lambda one: one.arrival_s)
     if not requests:
-        raise TraceError(f"{path}: no lines of served requests; quire serve --log-format json writes them to stderr")
+        raise TraceError(f"{path}: no served requests found; quire serve --log-format json logs them to stderr")
     start_s = requests[0].arrival_s
     return RecordedTrace(
         [replace(one, arrival_s=round(one.arrival_s - start_s, 6)) for one in requests],
@@ -47,7 +50,7 @@ def read_log(path: str) -> RecordedTrace:
 
 
 def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[list[TraceRequest]]:
-    """What each request's line stands for; nothing where it was not served."""
+    """Trace requests of each log line; an empty list for a request that was not served."""
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -58,11 +61,14 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[list[TraceRequest]
         try:
             yield _parse(entry, number)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(f"{name} line {number}: no line of a request: {type(error).__name__} {error}") from None
+            raise TraceError(f"{name} line {number}: not a request record: {type(error).__name__} {error}") from None
 
 
 def _parse(entry: dict[str, Any], number: int) -> list[TraceRequest]:
-    """One a prompt and sample. A line tells of all of them together: they get equal parts."""
+    """One trace request per prompt and sample.
+
+    A line has only their total lengths, which are divided equally.
+    """
     finish = entry["finish"]
     if finish not in ("stop", "length", "cancelled"):
         return []
@@ -73,7 +79,7 @@ def _parse(entry: dict[str, Any], number: int) -> list[TraceRequest]:
         raise ValueError(f"prompts = {num_prompts} times n = {n} is more than {MAX_SPLIT}")
     is_left = finish == "cancelled"
     one_output = output_tokens // (num_prompts * n)
-    if is_left:  # it would have gone on
+    if is_left:  # without the cancellation it would have continued
         one_output = max(one_output, int(entry.get("max_tokens", one_output)))
     size = max(1, prompt_tokens // num_prompts)
     request = TraceRequest(

@@ -1,7 +1,7 @@
-"""Runs the real scheduler against a model of time: compare policies and pool sizes before buying anything.
+"""Runs the real scheduler on a trace with simulated time.
 
-Nothing is approximated but the device: arrivals, queue, block pool, prefix tree, preemption and the one step in flight
-are the code that serves. How long a step takes comes from `StepTime`.
+It compares policies and pool sizes without the hardware. Only the device is simulated: `StepTime` gives the duration of
+a step. Queue, block pool, prefix tree, preemption and the step in flight are the production code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.core.step import StepPlan, StepResult, TokenUpdate
 from quire.errors import ContextTooLong, InvalidRequest, QueueFull
 from quire.sim.traces import TraceRequest
 
-MAX_SAMPLES = 2_000  # points of a timeline, whatever the length of the run
+MAX_SAMPLES = 2_000  # points of a timeline, for runs of any length
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step takes base_ms + token_us for each token computed + context_us for each token of KV read."""
+    """Duration of a step: base_ms + token_us for each computed token + context_us for each KV token read."""
 
     base_ms: float
     token_us: float
@@ -44,7 +44,7 @@ class StepTime:
 
     @property
     def cost(self) -> StepCost:
-        """As the scheduler is told it, where rows cost time."""
+        """The cost passed to the scheduler, where rows cost time."""
         return StepCost(round(self.base_ms * 1e6), max(1, round(self.token_us * 1e3)))
 
     def step_ns(self, plan: StepPlan) -> int:
@@ -55,11 +55,11 @@ class StepTime:
 @dataclass(frozen=True, slots=True)
 class Machine:
     step_time: StepTime
-    kv_bytes: int  # of KV cache, a token
+    kv_bytes: int  # of KV cache per token
     has_costly_rows: bool = False
 
 
-# Estimates from the figures in docs/performance.md; a user's own machine is four options away.
+# Estimates from the figures in docs/performance.md. Other machines are described by four options of `quire sim`.
 MACHINES: dict[str, Machine] = {
     "cpu-smollm2-135m": Machine(StepTime(base_ms=4.0, token_us=1650.0, context_us=7.0), 23_040, has_costly_rows=True),
     "h200-qwen3-0.6b": Machine(StepTime(base_ms=1.3, token_us=2.0, context_us=0.028), kv_bytes=114_688),
@@ -70,7 +70,7 @@ MACHINES: dict[str, Machine] = {
 @dataclass(frozen=True, slots=True)
 class SimConfig:
     scheduling_policy: str = "fair"
-    patience: float | None = None  # None, here and below: the policy's own
+    patience: float | None = None  # None, here and below: the default of the policy
     normal_share: float | None = None
     low_share: float | None = None
     num_blocks: int = 2048
@@ -80,7 +80,7 @@ class SimConfig:
     max_chunk_tokens: int = 512
     max_waiting: int = 100_000
     enable_prefix_caching: bool = True
-    max_model_len: int | None = None  # None: all that the pool can hold
+    max_model_len: int | None = None  # None: the size of the pool
     has_costly_rows: bool = False  # as on a CPU: a step may leave out requests of lower tiers
 
     def make_scheduler(self, observe: Callable[[Event], None]) -> Scheduler:
@@ -100,20 +100,20 @@ class SimConfig:
 
 class Outcome(StrEnum):
     FINISHED = "finished"
-    CUT = "cut"  # the context ended before the answer did
-    LEFT = "left"  # the client went away
-    TOO_LONG = "too long"  # refused: it could never fit
-    QUEUE_FULL = "queue full"  # refused: too many were waiting
+    CUT = "cut"  # the answer reached the end of the context
+    LEFT = "left"  # the client disconnected
+    TOO_LONG = "too long"  # refused: longer than the context
+    QUEUE_FULL = "queue full"  # refused: too many waiting requests
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one client saw."""
+    """Result of one request, as seen by its client."""
 
     priority: Priority
     arrival_s: float
     tenant: str = ""
-    wait_s: float | None = None  # until it was first admitted
+    wait_s: float | None = None  # until its first admission
     ttft_s: float | None = None
     finish_s: float | None = None
     num_outputs: int = 0
@@ -129,7 +129,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The machine at one moment."""
+    """State of the scheduler at one time."""
 
     time_s: float
     num_running: int
@@ -156,7 +156,7 @@ class SimReport:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile; None of nothing."""
+    """Nearest-rank percentile. None if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
@@ -167,7 +167,10 @@ def simulate(
     step_time: StepTime,
     progress: Callable[[int], None] = lambda _done: None,
 ) -> SimReport:
-    """Serve a whole trace. `progress` is told how many requests have ended, now and then."""
+    """Simulate a whole trace.
+
+    `progress` is called from time to time with the number of ended requests.
+    """
     return _Simulation(trace, config, step_time, progress).run()
 
 
@@ -179,9 +182,9 @@ class _Simulation:
     progress: Callable[[int], None]
     scheduler: Scheduler = field(init=False)
     records: list[RequestRecord] = field(init=False)
-    outputs: dict[int, list[int]] = field(default_factory=dict)  # of live requests, in full
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # complete outputs of live requests
     timeline: list[Sample] = field(default_factory=list)
-    cancels: deque[tuple[int, int]] = field(default_factory=deque)  # (when, request), soonest first
+    cancels: deque[tuple[int, int]] = field(default_factory=deque)  # (time, request), earliest first
     now_ns: int = 0
     next_arrival: int = 0
     num_ended: int = 0
@@ -197,7 +200,7 @@ class _Simulation:
             if one.cancel_after_s is not None:
                 self.cancels.append((_ns(one.arrival_s + one.cancel_after_s), number))
         self.cancels = deque(sorted(self.cancels))
-        in_flight: tuple[StepPlan, int] | None = None  # and when it is done
+        in_flight: tuple[StepPlan, int] | None = None  # plan and its end time
         while in_flight is not None or self._wait_for_work():
             self._arrive()
             plan = self.scheduler.schedule(self.now_ns)
@@ -208,7 +211,7 @@ class _Simulation:
             if not plan.is_empty:
                 in_flight = plan, self.now_ns + self.step_time.step_ns(plan)
                 self.num_steps += 1
-            self._sample()  # an idle machine too: it is empty
+            self._sample()  # also when idle, so that the timeline shows it as empty
         self.progress(self.num_ended)
         return SimReport(
             config=self.config,
@@ -221,7 +224,10 @@ class _Simulation:
         )
 
     def _wait_for_work(self) -> bool:
-        """With an idle device: move on to the next arrival. False at the end of the trace."""
+        """Advance the time to the next arrival if there is no work.
+
+        Returns False at the end of the trace.
+        """
         self._arrive()
         if self.scheduler.has_work:
             return True
@@ -231,7 +237,7 @@ class _Simulation:
         return True
 
     def _arrive(self) -> None:
-        """Let in, and send away, whoever came or left up to now."""
+        """Process all arrivals and cancellations up to the current time."""
         while self.next_arrival < len(self.trace):
             number, one = self.next_arrival, self.trace[self.next_arrival]
             if _ns(one.arrival_s) > self.now_ns:
@@ -255,7 +261,10 @@ class _Simulation:
                 self._end(number, Outcome.LEFT)
 
     def _result(self, plan: StepPlan) -> StepResult:
-        """The answers are known beforehand; a request that is gone gets any token, and the scheduler drops it."""
+        """Result of a step, with tokens from the trace.
+
+        Ended requests get a placeholder, which the scheduler drops.
+        """
         tokens: list[tuple[int, ...]] = []
         for piece in plan.slices:
             output = self.outputs.get(piece.request_id)
@@ -302,7 +311,7 @@ class _Simulation:
         now_s = self.now_ns / NS_PER_S
         self.timeline.append(Sample(now_s, len(scheduler.running), len(scheduler.waiting), in_use))
         if len(self.timeline) > 2 * MAX_SAMPLES:
-            del self.timeline[1::2]  # thin out; later samples come at the same cost
+            del self.timeline[1::2]  # keep every second sample
 
 
 def _ns(seconds: float) -> int:

@@ -1,20 +1,20 @@
-"""Traces: which requests arrive when. Recorded ones are read from JSON lines, synthetic ones are drawn from a seed.
+"""Traces: requests with arrival times, read from JSON lines or generated from a seed.
 
 A line of a trace is an object with these fields:
 
-    arrival_s        when it arrives, in seconds from the start
-    prompt_tokens    how long its prompt is
-    output_tokens    how long its answer is
-    shared           optional: [[name, tokens], ...], what the prompt begins with; equal names are equal text
+    arrival_s        arrival time in seconds from the start
+    prompt_tokens    length of the prompt
+    output_tokens    length of the answer
+    shared           optional: [[name, tokens], ...], the start of the prompt; equal names are equal text
     output           optional: a name for the answer, so that a later prompt can contain it
     prompt           optional, in place of prompt_tokens and shared: the token ids themselves
     priority         optional: HIGH, NORMAL (default) or LOW
     salt             optional: requests with different salts share nothing
     tenant           optional: tenants of one tier share it fairly
-    cancel_after_s   optional: the client goes away this long after arriving
+    cancel_after_s   optional: the client disconnects this long after the arrival
 
-The lines of the public Mooncake traces (timestamp in ms, input_length, output_length, hash_ids of 512 tokens each) are
-understood as well.
+The format of the public Mooncake traces is accepted as well (timestamp in ms, input_length, output_length, hash_ids of
+512 tokens each).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quire.errors import InvalidRequest, TraceError
 
 VOCAB_SIZE = 32_000
 MOONCAKE_BLOCK = 512
-MAX_TOKENS = 10_000_000  # of one prompt or answer: beyond any context, and small enough to hold
+MAX_TOKENS = 10_000_000  # per prompt or answer: more than any context, and small enough for memory
 MAX_SECONDS = 1e9
-MAX_REQUESTS = 1_000_000  # of a synthetic trace
+MAX_REQUESTS = 1_000_000  # per synthetic trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TraceRequest:
     tenant: str = ""
 
     def prompt_ids(self, number: int) -> list[int]:
-        """The prompt of request `number` of a trace: its shared parts, then text nobody else has."""
+        """Prompt of request `number` of a trace: its shared parts, then unique text."""
         if self.prompt:
             return list(self.prompt)
         ids: list[int] = []
@@ -64,7 +64,7 @@ class TraceRequest:
         return text(self.output or f"own output {number}", self.output_tokens)
 
     def as_line(self) -> str:
-        """One line of a trace file, with the fields that differ from their defaults."""
+        """One line of a trace file, without empty optional fields."""
         fields = {name: value for name, value in asdict(self).items() if value not in ((), "", None)}
         if self.prompt:
             del fields["prompt_tokens"]
@@ -73,7 +73,7 @@ class TraceRequest:
 
 
 def text(name: str, count: int) -> list[int]:
-    """The first tokens of the text of that name: the same in every process, on every machine."""
+    """The first `count` tokens of the text `name`: the same in every process and on every machine."""
     seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
     return Random(seed).choices(range(VOCAB_SIZE), k=count)
 
@@ -82,7 +82,10 @@ def text(name: str, count: int) -> list[int]:
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-    """In order of arrival; `-` is standard input. Raises `TraceError` with line and field at the first thing wrong."""
+    """Read a trace in order of arrival; `-` is standard input.
+
+    Raises `TraceError` with line and field at the first error.
+    """
     try:
         if path == "-":
             requests = list(_parse_lines("standard input", sys.stdin))
@@ -92,7 +95,7 @@ def read_trace(path: str) -> list[TraceRequest]:
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
+        raise TraceError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not requests:
         raise TraceError(f"{path}: no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
@@ -114,16 +117,16 @@ def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 
 class _Line:
-    """The fields of one line, taken out one by one; what is left over was not understood."""
+    """The fields of one line. Parsing removes them one by one; any that remain are unknown."""
 
     def __init__(self, where: str, pairs: Sequence[tuple[str, Any]]) -> None:
         self.where = where
         self.fields: dict[str, Any] = {}
         for field, value in pairs:
             if field in self.fields:
-                raise self.error(field, "is there twice")
+                raise self.error(field, "occurs twice")
             self.fields[field] = value
-        # null means what leaving the field out means
+        # null is the same as a missing field
         self.fields = {field: value for field, value in self.fields.items() if value is not None}
 
     def error(self, field: str, problem: str) -> TraceError:
@@ -158,7 +161,7 @@ class _Line:
 
     def finish(self, known: Iterable[str]) -> None:
         for field in self.fields:
-            raise self.error(field, f"is not known; known are {', '.join(known)}")
+            raise self.error(field, f"is unknown; known fields are {', '.join(known)}")
 
 
 def _parse(line: _Line) -> TraceRequest:
@@ -166,7 +169,7 @@ def _parse(line: _Line) -> TraceRequest:
         return _mooncake(line)
     prompt = _token_ids(line) if "prompt" in line.fields else ()
     if prompt and (clash := [name for name in ("prompt_tokens", "shared") if name in line.fields]):
-        raise line.error("prompt", f"says all there is to say; leave out {' and '.join(clash)}")
+        raise line.error("prompt", f"cannot be combined with {' and '.join(clash)}")
     prompt_tokens = len(prompt) or line.count("prompt_tokens", 1)
     shared = _shared(line)
     if (num_shared := sum(count for _, count in shared)) > prompt_tokens:
@@ -237,10 +240,10 @@ def _is_part(part: Any) -> bool:
 
 
 def synthesize(num_requests: int, rate: float, *, seed: int = 0, chat_share: float = 0.6) -> list[TraceRequest]:
-    """A small team at work: chats that come back turn after turn, one-off questions, and batch jobs over documents.
+    """Generate the mixed load of a small team.
 
-    Arrivals are Poisson with bursts. Chats are HIGH and share a system prompt, one-offs NORMAL, batch jobs LOW and
-    long. `rate` is requests per second.
+    It consists of chats of several turns (HIGH, with a shared system prompt), single questions (NORMAL) and long batch
+    jobs over documents (LOW). Arrivals are Poisson with bursts. `rate` is in requests per second.
     """
     check_synthetic(num_requests, rate)
     random = Random(seed)
@@ -270,7 +273,7 @@ def check_synthetic(num_requests: int, rate: float) -> None:
 
 
 def _chat_turn(random: Random, number: int, now_s: float, chats: list[tuple[tuple[str, int], ...]]) -> TraceRequest:
-    """A new chat, or the next turn of one: its whole history, a new question, and an answer the next turn contains."""
+    """A new chat or the next turn of one: the history, a question, and an answer for the next turn."""
     history: tuple[tuple[str, int], ...] = (("system prompt", 400),)
     if chats and random.random() < 0.7:
         history = chats.pop(random.randrange(len(chats)))

@@ -24,7 +24,7 @@ def request(max_model_len: int = 2048, **options: Any) -> PoolRequest:
 def test_the_users_bytes_are_honoured() -> None:
     """4 requests of 2,048 tokens use 256 blocks at most: the other 11,393 are prefix cache."""
     assert request(kv_memory=8 * GIB).num_blocks(16 * GIB, GIB) == 8 * GIB // BLOCK_BYTES == 11_650
-    with pytest.raises(InvalidRequest, match="kv_bytes = 8,589,934,592 is more than"):
+    with pytest.raises(InvalidRequest, match="kv_memory = 8,589,934,592 is more than"):
         request(kv_memory=8 * GIB).num_blocks(4 * GIB, GIB)
 
 

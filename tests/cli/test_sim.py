@@ -106,7 +106,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "0"], "--rate = 0"),
     (["--max-num-seqs", "0"], "--max-num-seqs = 0"),
     (["--max-waiting", "0"], "--max-waiting = 0"),
-    (["--max-step-tokens", "3"], "--max-step-tokens = 3 is less than max_num_seqs"),
+    (["--max-num-batched-tokens", "3"], "--max-num-batched-tokens = 3 is less than max_num_seqs"),
     (["--patience", "-3"], "--patience = -3"),
     (["--patience", "3", "--policy", "fcfs"], "--patience means something only under --policy aging"),
     (["some.jsonl", "--rate", "3"], "--rate is for a synthetic trace, and some.jsonl was given"),

@@ -1,4 +1,4 @@
-"""What the core's tests share: short names for what they look at, and a runner's answer without a runner."""
+"""Helpers of the core's tests: a scheduler on a fake runner, and short views of plans and pools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def free_ids(pool: BlockPool) -> list[int]:
-    """The whole free list, in the order of eviction."""
+    """The whole free list, in order of eviction."""
     return [block.block_id for block in pool.free]
 
 
@@ -31,7 +31,7 @@ def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
 
 
 def compute(cache: KVCacheManager, request: Request, upto: int | None = None) -> None:
-    """Grow, compute and publish a request as steps would: with its prompt's tail in the tree."""
+    """Grow, compute and publish a request as steps would, including the tail of its prompt."""
     upto = len(request.tokens) if upto is None else upto
     hit = NO_HIT if request.block_table else cache.match(request)
     cache.settle(cache.grow(request, upto, hit))
@@ -41,12 +41,12 @@ def compute(cache: KVCacheManager, request: Request, upto: int | None = None) ->
 
 
 def make_request(request_id: int, num_tokens: int, *, first: int = 0, max_tokens: int | None = None) -> Request:
-    """A prompt of consecutive numbers, so that tests can say where two of them part."""
+    """A request with a prompt of consecutive numbers, so that tests can choose where two prompts diverge."""
     return Request(request_id, range(first, first + num_tokens), SamplingParams(max_tokens=max_tokens))
 
 
 class Rig:
-    """A scheduler over a fake runner, stepped by hand, with everything it did on record."""
+    """A scheduler on a fake runner, stepped manually, that records all events and updates."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Rig:
         return request
 
     def launch(self) -> StepPlan:
-        """Schedule a step and put it on the device; commit is another call."""
+        """Schedule a step and start it on the runner. `land` commits it."""
         plan = self.scheduler.schedule(self.now_ns)
         if not plan.is_empty:
             self.runner.forward(plan)
@@ -112,12 +112,12 @@ class Rig:
         return plan
 
     def run(self, max_steps: int = 1000) -> int:
-        """Until everything is done. Returns how many steps that took."""
+        """Step until all requests have ended. Returns the number of steps."""
         for count in range(max_steps):
             if not self.scheduler.has_work:
                 return count
             self.step()
-        raise AssertionError(f"not done after {max_steps} steps")
+        raise AssertionError(f"requests have not ended after {max_steps} steps")
 
     def happened(self, kind: type[_T]) -> list[_T]:
         return [event for event in self.events if isinstance(event, kind)]

@@ -1,3 +1,5 @@
+"""Tests of blocks and the free list."""
+
 import pytest
 
 from quire.core.block import BLOCK_SIZE, FreeKVCacheBlockQueue, KVCacheBlock, check_block_size
@@ -13,7 +15,7 @@ def order(queue: FreeKVCacheBlockQueue) -> list[int]:
     return [block.block_id for block in queue]
 
 
-def test_a_block_has_32_tokens_unless_told() -> None:
+def test_the_default_block_size_is_32() -> None:
     assert BLOCK_SIZE == 32
 
 
@@ -23,12 +25,12 @@ def test_powers_of_two_up_to_256_are_block_sizes(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 3, 31, 33, 512, 2.0, True, "32", None])
-def test_other_block_sizes_are_refused_by_value(size: object) -> None:
+def test_other_block_sizes_are_refused(size: object) -> None:
     with pytest.raises(InvalidRequest, match=r"block_size = .* is not a power of two from 1 to 256"):
         check_block_size(size)  # type: ignore[arg-type]
 
 
-def test_queue_keeps_the_order_of_its_ends() -> None:
+def test_queue_appends_prepends_and_pops_in_order() -> None:
     blocks, queue = queue_of(4)
     assert queue.pop_front() is blocks[0]
     queue.append(blocks[0])
@@ -39,7 +41,7 @@ def test_queue_keeps_the_order_of_its_ends() -> None:
     assert len(queue) == 4
 
 
-def test_queue_gives_up_its_middle_and_both_ends() -> None:
+def test_queue_removes_from_the_middle_and_both_ends() -> None:
     blocks, queue = queue_of(5)
     queue.remove(blocks[2])
     assert order(queue) == [0, 1, 3, 4]
@@ -54,11 +56,11 @@ def test_queue_gives_up_its_middle_and_both_ends() -> None:
     assert order(queue) == [2]
 
 
-def test_queue_refuses_what_would_corrupt_it() -> None:
+def test_queue_refuses_invalid_operations() -> None:
     blocks, queue = queue_of(2)
-    with pytest.raises(ValueError, match="in the free list already"):
+    with pytest.raises(ValueError, match="already in the free list"):
         queue.append(blocks[0])
-    with pytest.raises(ValueError, match="in the free list already"):
+    with pytest.raises(ValueError, match="already in the free list"):
         queue.prepend(blocks[1])
     queue.remove(blocks[0])
     with pytest.raises(ValueError, match="not in the free list"):
@@ -68,5 +70,5 @@ def test_queue_refuses_what_would_corrupt_it() -> None:
         queue.pop_front()
 
 
-def test_an_empty_queue_can_be_made() -> None:
+def test_a_queue_can_be_empty() -> None:
     assert order(FreeKVCacheBlockQueue([])) == []

@@ -1,4 +1,4 @@
-"""The block map equals a count of everything, whatever happened in between and however little is looked at a time."""
+"""Tests that the block map equals a full count after any operations and any size of update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREE, CACHED, IN_USE, SHARED, PINNED = BlockState
 
 
 def counted(cache: KVCacheManager, tables: list[list[int]]) -> list[BlockState]:
-    """What each block is, from who holds it: no reference count is believed."""
+    """State of each block, computed from block tables and pins without reference counts."""
     holders = Counter(block_id for table in tables for block_id in table)
     pinned = {block.block_id for pin in cache.pins for block in pin.blocks}
     cached = {block.block_id for block in cache.pool.free if block.is_published}
@@ -50,14 +50,14 @@ def cells(states: list[BlockState], size: int) -> list[tuple[int, ...]]:
 
 
 class MapMachine(CacheMachine):
-    """Eleven blocks in cells of three, looked at three at a time."""
+    """Eleven blocks in cells of three, updated three at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.map = BlockMap(self.cache, 4)
 
     @invariant()
-    def the_map_is_true(self) -> None:
+    def the_map_is_correct(self) -> None:
         while self.map.num_pending:
             before = self.map.num_pending
             self.map.update(3)
@@ -89,8 +89,8 @@ TestMapMachine.settings = settings(
 )
 
 
-def look_at_all(block_map: BlockMap, max_blocks: int) -> int:
-    """Returns in how many turns."""
+def update_all(block_map: BlockMap, max_blocks: int) -> int:
+    """Update the whole map. Returns the number of calls."""
     num_updates = 0
     while block_map.num_pending:
         block_map.update(max_blocks)
@@ -98,8 +98,8 @@ def look_at_all(block_map: BlockMap, max_blocks: int) -> int:
     return num_updates
 
 
-def test_what_loses_its_content_while_free_is_seen() -> None:
-    """What a request computes takes the place of what nobody holds: a twin of its block, a shorter tail."""
+def test_free_blocks_that_lose_their_content_are_updated() -> None:
+    """New content of a request supersedes equal content of free blocks: a twin and a shorter tail."""
     cache = KVCacheManager(17, 4)
     short, longer = make_request(1, 6), make_request(2, 7)
     block_map = BlockMap(cache, 100)
@@ -108,11 +108,11 @@ def test_what_loses_its_content_while_free_is_seen() -> None:
         request.num_computed = request.num_planned = len(request.tokens)
     cache.publish(short)
     cache.release(short)
-    look_at_all(block_map, 100)
+    update_all(block_map, 100)
     assert block_map.totals == (12, 2, 2, 0, 0)
     cache.publish(longer)
     cache.publish_tail(longer)
-    look_at_all(block_map, 100)
+    update_all(block_map, 100)
     assert block_map.totals == (14, 0, 2, 0, 0)
     assert expand(block_map) == cells(counted(cache, [longer.block_table]), 1)
 
@@ -124,7 +124,7 @@ def test_runs_are_short_and_in_order() -> None:
     compute(cache, second)
     block_map = BlockMap(cache, 100)
     block_map.update(100)
-    # A tail of four tokens fills a block, and the last token of a prompt is never taken from the cache.
+    # The last token of a prompt is never taken from the cache, so the last block is not shared.
     assert block_map.runs() == (CellRun(4, 0, 0, 1, 0), CellRun(2, 0, 1, 0, 0), CellRun(10, 0, 0, 0, 0))
     assert block_map.held_runs(6) == (HeldRun(1, 4, 2), HeldRun(5, 2, 1))
     assert block_map.held_runs(5) == (HeldRun(1, 4, 2),)
@@ -133,7 +133,7 @@ def test_runs_are_short_and_in_order() -> None:
     cache.pin("mine", list(range(8)), "", 10)
     block_map.update(100)
     runs = (CellRun(2, 0, 0, 0, 1), CellRun(2, 1, 0, 0, 0), CellRun(1, 0, 0, 0, 0), CellRun(1, 1, 0, 0, 0))
-    assert block_map.runs() == (*runs, CellRun(10, 0, 0, 0, 0))  # of two twins, one is remembered
+    assert block_map.runs() == (*runs, CellRun(10, 0, 0, 0, 0))  # one of the two twins stays cached
     assert block_map.totals == (11, 3, 0, 0, 2)
     assert block_map.held_runs(100) == (HeldRun(1, 2, 0),)
     cache.clear()
@@ -141,7 +141,7 @@ def test_runs_are_short_and_in_order() -> None:
     assert block_map.runs() == (CellRun(16, 0, 0, 0, 0),)
 
 
-def test_large_pools_come_in_cells_and_in_turns() -> None:
+def test_large_pools_are_grouped_into_cells_and_updated_in_parts() -> None:
     cache = KVCacheManager(100_001, 4)
     requests = [make_request(number, 4000, first=number) for number in range(8)]
     for request in requests:
@@ -149,16 +149,16 @@ def test_large_pools_come_in_cells_and_in_turns() -> None:
     block_map = BlockMap(cache, 2000)
     assert block_map.blocks_per_cell == 50
     assert block_map.num_pending == 100_000
-    assert look_at_all(block_map, 2000) == 50
+    assert update_all(block_map, 2000) == 50
     assert expand(block_map) == cells(counted(cache, [request.block_table for request in requests]), 50)
     for request in requests[:4]:
         cache.release(request)
-    assert block_map.num_pending == 4000  # what changed and nothing else
+    assert block_map.num_pending == 4000  # changed blocks only
     block_map.update(4000)
     assert expand(block_map) == cells(counted(cache, [request.block_table for request in requests[4:]]), 50)
 
 
-def test_nothing_is_noted_while_nobody_looks() -> None:
+def test_a_closed_map_records_no_changes() -> None:
     cache = KVCacheManager(17, 4)
     block_map = BlockMap(cache, 10)
     block_map.close()
@@ -168,7 +168,7 @@ def test_nothing_is_noted_while_nobody_looks() -> None:
         BlockMap(cache, 0)
 
 
-def test_blocks_tell_who_holds_them() -> None:
+def test_view_blocks_lists_the_requests_that_hold_them() -> None:
     rig = Rig(num_blocks=33, block_size=4)
     first = rig.add(1, range(10), max_tokens=8)
     rig.step()
@@ -182,7 +182,7 @@ def test_blocks_tell_who_holds_them() -> None:
     assert (shared.max_holders, shared.num_tokens, shared.num_pins) == (2, 4, 0)
     tail = view_blocks(rig.scheduler, first.block_table[2], 1)
     assert tail.requests == ((1, 1),)
-    assert tail.num_tokens == first.num_computed - 8  # as far as it is filled
+    assert tail.num_tokens == first.num_computed - 8  # computed tokens in this block
     every = view_blocks(rig.scheduler, 1, 32)
     assert sum(every.states) == every.num_blocks == 32
     assert dict(every.requests) == {1: len(first.block_table), 2: len(second.block_table)}
@@ -191,7 +191,7 @@ def test_blocks_tell_who_holds_them() -> None:
         assert [b for start, size in ranges for b in range(start, start + size)] == sorted(request.block_table)
     together = held_ranges(rig.scheduler, [1, 2, 77])
     assert sum(size for _, size in together) == every.states[IN_USE] + every.states[SHARED]
-    assert len(together) <= 2  # neighbours are one range
+    assert len(together) <= 2  # neighbouring blocks form one range
     rig.cache.pin("mine", list(range(8)), "", 10)
     rig.run()
     assert held_ranges(rig.scheduler, [1, 2]) == ()

@@ -1,4 +1,4 @@
-"""The audit: it finds what is wrong wherever that is, in one go or in slices, and no slice does more than it may."""
+"""Tests that the audit finds every violation, in one call or in slices, and that slices are bounded."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SLICE = 8
 
 
 def busy() -> Scheduler:
-    """Cached content, pins that share blocks, twins, a step in flight, requests that run and that wait."""
+    """A scheduler with cached content, overlapping pins, twins, a step in flight, running and waiting requests."""
     rig = Rig(num_blocks=NUM_BLOCKS, max_num_seqs=3)
-    for number, first in enumerate(range(0, 1000, 100)):  # ten that are over: ten children of the root
+    for number, first in enumerate(range(0, 1000, 100)):  # ten finished requests: ten children of the root
         rig.add(number, range(first, first + 50), max_tokens=2)
     rig.run()
     cache = rig.scheduler.cache
     for number, first in enumerate(range(0, 500, 100)):
         assert cache.pin(f"owner-{number % 2}/{number}", list(range(first, first + 40)), "", 10**18)
         assert cache.pin(f"other/{number}", list(range(first, first + 20)), "", 10**18)
-    computed_again = SamplingParams(max_tokens=20, prompt_logprobs=0)  # without the cache: its blocks get twins
+    computed_again = SamplingParams(max_tokens=20, prompt_logprobs=0)  # computed without the cache: makes twins
     rig.scheduler.add(Request(100, range(50), computed_again), rig.now_ns)
     for number, first in enumerate((0, 150, 250, 350)):
         rig.add(101 + number, range(first, first + 70), max_tokens=20)
@@ -45,7 +45,7 @@ def busy() -> Scheduler:
 
 
 def in_slices(scheduler: Scheduler, size: int = SLICE) -> int:
-    """Runs an audit to its end. Returns in how many slices."""
+    """Run an audit to its end. Returns the number of slices."""
     return sum(1 for _ in audit(scheduler, max_blocks=size))
 
 
@@ -54,14 +54,14 @@ def cached(scheduler: Scheduler) -> list[KVCacheBlock]:
 
 
 def swap_children(scheduler: Scheduler) -> None:
-    """The root of the tree has its ten children in the wrong order."""
+    """Swap two of the ten children of the root."""
     _, children = max(scheduler.cache.tree.positions(), key=lambda position: len(list(position[1])))
     (bucket,) = children._buckets  # type: ignore[attr-defined]
     bucket[-1], bucket[-2] = bucket[-2], bucket[-1]
 
 
 def break_ring(scheduler: Scheduler) -> None:
-    """The free list leads back into itself."""
+    """Make a cycle in the free list."""
     *_, before, last = scheduler.cache.pool.free
     last.next_free = before
 
@@ -81,7 +81,7 @@ def forget_request(scheduler: Scheduler) -> None:
 
 
 def replace_request(scheduler: Scheduler) -> None:
-    """Another request has the id of one that waits."""
+    """Replace a waiting request by another one with the same id."""
     waiting = next(iter(scheduler.waiting))
     scheduler._requests[waiting.request_id] = Request(waiting.request_id, waiting.tokens)
 
@@ -100,7 +100,7 @@ def share_written_block(scheduler: Scheduler) -> None:
 
 
 def damage(name: str, value: Any) -> Callable[[Scheduler], None]:
-    """An attribute of the last cached block: the part of the pool that a slice comes to last."""
+    """Set an attribute of the cached block with the highest id, which is checked last."""
 
     def apply(scheduler: Scheduler) -> None:
         setattr(max(cached(scheduler), key=lambda block: block.block_id), name, value)
@@ -110,8 +110,8 @@ def damage(name: str, value: Any) -> Callable[[Scheduler], None]:
 
 def damage_twin(name: str, value: Any) -> Callable[[Scheduler], None]:
     def apply(scheduler: Scheduler) -> None:
-        standing = next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins)
-        setattr(standing.twins[-1], name, value)  # type: ignore[index]
+        indexed = next(block for block in reversed(scheduler.cache.pool.blocks) if block.twins)
+        setattr(indexed.twins[-1], name, value)  # type: ignore[index]
 
     return apply
 
@@ -170,54 +170,54 @@ def forget_pin(scheduler: Scheduler) -> None:
     del pins._pins[next(reversed(pins._pins))]
 
 
-def double_slot(scheduler: Scheduler) -> None:
+def duplicate_batch_index(scheduler: Scheduler) -> None:
     first, *_, last = scheduler.running.requests
     last.batch_index = first.batch_index
 
 
 VIOLATIONS: dict[str, Callable[[Scheduler], None]] = {
     "reference count": damage("ref_count", 1),
-    "tokens that are not the key's": damage("tokens", bytes(16)),
+    "tokens that do not match the key": damage("tokens", bytes(16)),
     "key that is not in the index": damage("key", b"?" * 16),
     "too few tokens": damage("tokens", bytes(4)),
-    "parent of another": damage("parent_key", b"?" * 16),
-    "content without a position": damage("parent_key", None),
+    "unknown parent": damage("parent_key", b"?" * 16),
+    "content without a parent": damage("parent_key", None),
     "index": unindex,
     "twin with other tokens": damage_twin("tokens", bytes(16)),
     "twin with another parent": damage_twin("parent_key", b"?" * 16),
-    "twin that nobody knows": lose_twin,
+    "twin missing from the list of twins": lose_twin,
     "order of siblings": swap_children,
-    "free list is a ring": break_ring,
-    "free list leads elsewhere backwards": break_link,
-    "free block that is not in the list": lose_free_block,
+    "cycle in the free list": break_ring,
+    "wrong backward link in the free list": break_link,
+    "free block missing from the free list": lose_free_block,
     "length of the free list": miscount("cache.pool.free._len"),
     "number of cached blocks": miscount("cache.pool._num_cached"),
     "number of shared blocks": miscount("cache.pool._num_shared"),
     "null block": hold_null_block,
     "block that does not exist": hold_unknown_block,
     "two writers of a block": share_written_block,
-    "pin's count of a block": miscount_pinned_block,
+    "pin count of a block": miscount_pinned_block,
     "pinned block that is not counted": forget_pinned_block,
-    "pin that let go of nothing": forget_pin,
-    "blocks of a pin's owner": miscount_owner,
-    "more pinned than allowed": lambda scheduler: setattr(scheduler.cache.pins, "max_blocks", 1),
+    "removed pin that still holds its blocks": forget_pin,
+    "block count of a pin owner": miscount_owner,
+    "too many pinned blocks": lambda scheduler: setattr(scheduler.cache.pins, "max_blocks", 1),
     "state of a running request": set_running("state", RequestState.WAITING),
     "counts of a running request": set_running("num_computed", 10**6),
     "table that is too short": set_running("block_table", []),
-    "published too much": set_running("num_published", 10**6),
+    "too many published blocks": set_running("num_published", 10**6),
     "samples in flight": set_running("num_in_flight", 2),
-    "batch_index": double_slot,
+    "duplicate batch_index": duplicate_batch_index,
     "order of running requests": set_running("urgency", -(10**9)),
-    "waiting request with a place": set_waiting("batch_index", 1),
+    "waiting request with a batch row": set_waiting("batch_index", 1),
     "waiting request with blocks": set_waiting("block_table", [5]),
-    "tokens of those who wait": miscount("waiting.num_tokens"),
-    "request that is gone": forget_request,
-    "request of another's id": replace_request,
+    "token count of the waiting queue": miscount("waiting.num_tokens"),
+    "waiting request that is not live": forget_request,
+    "two requests with the same id": replace_request,
 }
 
 
 @pytest.mark.parametrize("violation", VIOLATIONS)
-def test_a_violation_is_found_in_one_go_and_in_slices(violation: str) -> None:
+def test_a_violation_is_found_in_one_call_and_in_slices(violation: str) -> None:
     scheduler = busy()
     check_scheduler(scheduler)
     assert in_slices(scheduler) > 2 * NUM_BLOCKS // SLICE
@@ -228,7 +228,7 @@ def test_a_violation_is_found_in_one_go_and_in_slices(violation: str) -> None:
         in_slices(scheduler)
 
 
-def test_a_violation_ahead_of_the_audit_is_found_by_it() -> None:
+def test_a_running_audit_finds_a_violation_in_the_unchecked_part() -> None:
     scheduler = busy()
     num_slices = in_slices(scheduler)
     slices = audit(scheduler, max_blocks=SLICE)
@@ -258,16 +258,16 @@ class CountedTable(list[int]):
 
 
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The ids of all blocks of which anything was read; whoever counts empties it."""
+    """Record the ids of all blocks of which an attribute is read. The caller empties the set."""
     touched: set[int] = set()
     block_id = KVCacheBlock.__dict__["block_id"]
 
-    def watch(batch_index: Any) -> property:
+    def watch(descriptor: Any) -> property:
         def read(block: KVCacheBlock) -> Any:
             touched.add(block_id.__get__(block))
-            return batch_index.__get__(block)
+            return descriptor.__get__(block)
 
-        return property(read, batch_index.__set__)
+        return property(read, descriptor.__set__)
 
     for name in KVCacheBlock.__slots__:
         monkeypatch.setattr(KVCacheBlock, name, watch(KVCacheBlock.__dict__[name]))
@@ -285,7 +285,7 @@ def test_the_work_of_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         num_touched.append(len(touched))
         touched.clear()
         num_read.append(CountedTable.num_read)
-    # A slice looks at its blocks, and perhaps at the neighbour, twin or parent of each.
+    # A slice reads its blocks, and possibly the neighbour, twin or parent of each.
     assert max(num_touched) <= 2 * SLICE + 2
     assert sum(num_touched) > 2 * NUM_BLOCKS
     assert max(after - before for before, after in pairwise(num_read)) <= 2 * SLICE
@@ -297,7 +297,7 @@ def test_an_audit_of_a_long_queue_is_sliced_by_requests() -> None:
         rig.add(number, [number], max_tokens=1)
     assert in_slices(rig.scheduler, 10) >= 500 // 10
     set_waiting("num_planned", 1)(rig.scheduler)
-    with pytest.raises(InvariantViolation, match="waiting but not idle"):
+    with pytest.raises(InvariantViolation, match="waiting requests have the state"):
         in_slices(rig.scheduler, 10)
 
 

@@ -1,3 +1,5 @@
+"""Tests of the sorted children of a tree node."""
+
 from random import Random
 
 from quire.core.block import KVCacheBlock

@@ -1,4 +1,4 @@
-"""The fair policy in a scheduler: exact plans. Blocks have 4 tokens."""
+"""Tests of the fair policy in a scheduler, with exact plans. Blocks have 4 tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def rows(rig: Rig) -> list[int]:
 # Tiers
 
 
-def test_high_goes_before_a_low_backlog_however_old_it_is() -> None:
-    """The aging policy let LOW requests older than two patiences go first, and spared them from preemption."""
+def test_high_precedes_a_low_backlog_of_any_age() -> None:
+    """Under the aging policy, LOW requests older than twice the patience go first and cannot be preempted."""
     rig = Rig(max_num_seqs=2, num_blocks=200)
     for request_id in range(40):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=30)
@@ -51,11 +51,11 @@ def test_a_tier_that_is_owed_is_admitted_first_and_not_preempted() -> None:
         rig.step()
     assert fair.ledger.credits[LOW] == 19 * UNITS // 8
     assert rows(rig) == [2]  # LOW is owed 2.4 tokens, and its prompt has three
-    assert rows(rig) == [3]  # it has had them
+    assert rows(rig) == [3]  # LOW has used its credit
     assert [event.request_id for event in rig.happened(Preempted)] == [2]
     while fair.ledger.credits[LOW] <= 0:
         assert rows(rig) == [3]
-    assert rows(rig) == [3]  # owed, but it waits, and LOW preempts nobody
+    assert rows(rig) == [3]  # LOW is owed, but LOW never preempts
 
 
 def test_a_request_is_not_preempted_twice_without_progress() -> None:
@@ -66,11 +66,11 @@ def test_a_request_is_not_preempted_twice_without_progress() -> None:
     rig.add(2, range(100, 104), priority=HIGH, max_tokens=1)
     assert rows(rig) == [2]
     assert low.num_preempted_at == 24 + 1
-    rig.step()  # it is back, found its blocks, and has one token more: that is progress
+    rig.step()  # LOW resumes with its cached blocks and computes one more token: progress
     assert low.has_progressed
     rig.add(3, range(200, 204), priority=HIGH, max_tokens=1)
     assert rows(rig) == [3]
-    rig.cache.clear()  # what it had computed is gone
+    rig.cache.clear()  # its computed blocks are lost
     assert rows(rig) == [1]
     rig.add(4, range(300, 304), priority=HIGH, max_tokens=1)
     while low.is_spared:
@@ -81,7 +81,7 @@ def test_a_request_is_not_preempted_twice_without_progress() -> None:
 
 
 def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> None:
-    """It needs a block; the only other request was preempted before and has not caught up."""
+    """The running request needs a block. The only other request was preempted before and has not caught up."""
     rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4)  # 12 blocks
     low = rig.add(1, range(16), priority=LOW, max_tokens=20)
     for _ in range(5):
@@ -101,8 +101,8 @@ def test_a_running_request_waits_for_one_that_may_not_be_preempted_again() -> No
     assert low.num_preemptions == 1
 
 
-def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting() -> None:
-    """NORMAL holds all places. LOW is owed one and may not preempt; HIGH may, and takes no place that becomes free."""
+def test_high_preempts_while_an_owed_tier_waits_for_a_batch_row() -> None:
+    """NORMAL holds all batch rows. LOW is owed one and may not preempt. HIGH preempts and takes no free row."""
     fair = Fair()
     rig = Rig(max_num_seqs=4, num_blocks=400, policy=fair)
     for request_id in range(4):
@@ -115,11 +115,11 @@ def test_a_tier_that_is_owed_and_does_not_fit_does_not_keep_high_from_preempting
         rig.step()
     rig.add(30, [30] * 3, priority=HIGH, max_tokens=1)
     assert 30 in rows(rig)
-    assert 10 in rows(rig)  # and the place that HIGH leaves is LOW's
+    assert 10 in rows(rig)  # LOW gets the batch row that HIGH releases
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
-def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max_num_seqs: int) -> None:
+def test_low_finishes_although_every_preemption_evicts_its_blocks(max_num_seqs: int) -> None:
     rig = Rig(max_num_seqs=max_num_seqs, num_blocks=1 + max_num_seqs * 40, max_chunk_tokens=32, max_waiting=1000)
     low = rig.add(0, range(100), priority=LOW, max_tokens=40)
     number = 1
@@ -133,10 +133,10 @@ def test_low_finishes_though_its_blocks_are_evicted_whenever_it_is_preempted(max
     assert low.finish_reason is not None, f"{low!r} after {low.num_preemptions} preemptions"
 
 
-# Rows that cost time
+# Batch rows that cost time
 
 
-def test_a_step_leaves_low_rows_out_so_that_high_keeps_most_of_its_speed() -> None:
+def test_low_rows_are_rationed_while_high_decodes() -> None:
     rig = Rig(max_num_seqs=17, num_blocks=400, policy=costly(50, 10))
     for request_id in range(16):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
@@ -150,11 +150,11 @@ def test_a_step_leaves_low_rows_out_so_that_high_keeps_most_of_its_speed() -> No
         turns += [piece.request_id for piece in plan.slices[1:]]
         assert len(plan.slices) <= 1 + 2  # a third of 50 + 10 is two tokens
     assert len(turns) >= 19 * 2 - 2
-    assert max(map(turns.count, range(16))) - min(map(turns.count, range(16))) <= 1, "rows take turns"
-    assert len(rig.step().slices) == 16  # and all of them run when HIGH is gone
+    assert max(map(turns.count, range(16))) - min(map(turns.count, range(16))) <= 1, "rows do not alternate"
+    assert len(rig.step().slices) == 16  # all rows run after HIGH has ended
 
 
-def test_on_a_device_whose_rows_are_nearly_free_nothing_changes() -> None:
+def test_rows_are_not_rationed_where_they_cost_almost_nothing() -> None:
     for policy in (Fair(), costly(10**9, 1)):
         rig = Rig(max_num_seqs=17, num_blocks=400, policy=policy)
         for request_id in range(16):
@@ -164,7 +164,7 @@ def test_on_a_device_whose_rows_are_nearly_free_nothing_changes() -> None:
             assert len(rig.step().slices) == 17
 
 
-def test_low_has_its_share_though_normal_takes_all_that_high_leaves() -> None:
+def test_low_gets_its_share_although_normal_could_use_all_spare_time() -> None:
     rig = Rig(max_num_seqs=24, num_blocks=800, policy=costly(0, 10))
     rig.add(0, [0] * 3, priority=HIGH, max_tokens=None)
     for request_id in range(1, 17):
@@ -194,7 +194,7 @@ def test_a_prompt_of_a_lower_tier_is_rationed_too() -> None:
         assert sum(piece.length for piece in plan.slices[1:]) <= 2
 
 
-def test_rows_of_low_alone_are_kept_to_a_short_step() -> None:
+def test_steps_of_low_work_only_are_kept_short() -> None:
     rig = Rig(max_num_seqs=64, num_blocks=1000, policy=costly(5_000_000, 2_000_000))
     for request_id in range(64):
         rig.add(request_id, [request_id] * 3, priority=LOW, max_tokens=60)
@@ -203,7 +203,7 @@ def test_rows_of_low_alone_are_kept_to_a_short_step() -> None:
     assert min(plan.num_tokens for plan in plans) >= 21
 
 
-def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> None:
+def test_rationed_rows_run_in_a_step_in_which_high_is_stalled() -> None:
     rig = Rig(max_num_seqs=2, num_blocks=13, max_chunk_tokens=4, policy=costly(0, 10))
     low = rig.add(1, range(16), priority=LOW, max_tokens=20)
     for _ in range(30):
@@ -218,7 +218,7 @@ def test_a_step_in_which_high_cannot_go_on_is_given_to_the_rows_left_out() -> No
 # Tenants
 
 
-def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() -> None:
+def test_a_tenant_with_many_requests_does_not_delay_another() -> None:
     rig = Rig(max_num_seqs=1, num_blocks=200)
     for request_id in range(30):
         rig.add(request_id, [request_id] * 4, max_tokens=4, tenant="batch")
@@ -236,7 +236,7 @@ def test_tenants_take_turns_and_one_with_many_requests_does_not_delay_another() 
     assert order[-1] == 29
 
 
-def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> None:
+def test_the_prompt_of_a_new_tenant_is_computed_next_to_long_prompts_of_another() -> None:
     rig = Rig(max_num_seqs=8, num_blocks=2000, max_num_batched_tokens=64, max_chunk_tokens=32)
     for request_id in range(4):
         rig.add(request_id, range(1000 * request_id, 1000 * request_id + 900), max_tokens=1, tenant="batch")
@@ -249,8 +249,8 @@ def test_a_new_tenants_prompt_is_computed_beside_long_prompts_of_another() -> No
 # Prefixes in flight
 
 
-def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
-    """Each is parked with the request that computes its prefix; a step in between does not touch them."""
+def test_each_prefix_waiter_is_processed_once() -> None:
+    """Each is parked with the request that computes its prefix. Later steps do not process it."""
     rig = Rig(max_num_seqs=4, num_blocks=4000, max_chunk_tokens=32, max_num_batched_tokens=64, max_waiting=2000)
     rig.add(0, range(2000), max_tokens=4)
     for request_id in range(1, 1000):
@@ -261,7 +261,7 @@ def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
     assert len(rig.happened(PrefixWaited)) == 999
 
     def touched(_request: object) -> bool:
-        raise AssertionError("a waiter was looked at again")
+        raise AssertionError("a waiter was processed again")
 
     park, waiters.park = waiters.park, touched  # type: ignore[method-assign, assignment]
     for _ in range(50):
@@ -273,7 +273,7 @@ def test_a_thousand_prefix_waiters_are_looked_at_once() -> None:
     rig.run(5000)
 
 
-def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
+def test_each_waiter_is_released_when_its_common_prefix_is_computed() -> None:
     rig = Rig(max_num_seqs=4, num_blocks=400, max_chunk_tokens=8)
     rig.add(0, range(40), max_tokens=1)
     short = rig.add(1, [*range(16), 900, 901], max_tokens=1)
@@ -286,25 +286,25 @@ def test_waiters_are_released_one_by_one_as_far_as_they_share() -> None:
     assert (short.num_cached_tokens, long.num_cached_tokens) == (16, 32)
 
 
-# The table
+# make_policy
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("lifo",), "policy = 'lifo' is not one of fair, aging, fcfs"),
-        (("fair", 3.0), "patience = 3.0 means something only under the policy aging"),
-        (("fcfs", None, 0.2), "normal_share = 0.2 means something only under the policy fair"),
-        (("aging", None, None, 0.2), "low_share = 0.2 means something only under the policy fair"),
+        (("fair", 3.0), "patience = 3.0 applies only to the policy aging"),
+        (("fcfs", None, 0.2), "normal_share = 0.2 applies only to the policy fair"),
+        (("aging", None, None, 0.2), "low_share = 0.2 applies only to the policy fair"),
         (("fair", None, 2.0), "normal_share = 2.0 is not a number above 0 and below 1"),
     ],
 )
-def test_what_means_nothing_under_a_policy_is_refused(arguments: tuple[str, float], message: str) -> None:
+def test_settings_of_another_policy_are_refused(arguments: tuple[str, float], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         make_policy(*arguments)
 
 
-def test_the_table_makes_what_it_is_asked_for() -> None:
+def test_make_policy_passes_the_settings() -> None:
     assert isinstance(make_policy("fcfs"), Fcfs)
     aging = make_policy("aging", 3.0)
     assert isinstance(aging, Aging)

@@ -1,10 +1,10 @@
-"""Block tables: exact blocks, counts and free lists after each operation. Blocks have 4 tokens."""
+"""Tests of block tables: exact blocks, counts and free lists after each operation. Blocks have 4 tokens."""
 
 from __future__ import annotations
 
 import pytest
 
-from quire.core.chain import NAMED_AT_ONCE, hash_block_tokens
+from quire.core.chain import KEYS_PER_BATCH, hash_block_tokens
 from quire.core.kv_cache import KVCacheManager
 from quire.core.prefix import NO_HIT
 from quire.core.request import Request, SamplingParams
@@ -18,7 +18,7 @@ def make_cache(num_blocks: int = 9) -> KVCacheManager:
 
 
 class CountedDigest:
-    """The digest of chain keys, counting how many are computed."""
+    """A digest that counts its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -39,7 +39,7 @@ def test_a_table_grows_by_whole_blocks_as_needed() -> None:
     assert cache.grow(request, 5) == []
     assert request.block_table == [1, 2]
     cache.grow(request, 8)
-    assert request.block_table == [1, 2]  # waste is always under one block
+    assert request.block_table == [1, 2]  # less than one block is unused
     cache.grow(request, 9)
     assert request.block_table == [1, 2, 3]
     assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
@@ -53,14 +53,14 @@ def test_grow_is_all_or_nothing() -> None:
     request = make_request(2, 40)
     hit = cache.match(request)
     assert ids(hit.blocks) == [1, 2]
-    with pytest.raises(OutOfBlocks, match="5 blocks short"):
+    with pytest.raises(OutOfBlocks, match="5 blocks are missing"):
         cache.grow(request, 40, hit)
     assert request.block_table == []
     assert refs(cache) == [0, 0, 0, 0, 0]
     assert free_ids(cache.pool) == [3, 4, 5, 2, 1]
 
 
-def test_a_hit_shares_the_same_blocks_with_no_copy() -> None:
+def test_a_hit_shares_blocks_without_a_copy() -> None:
     cache = make_cache()
     first, second = make_request(1, 9), make_request(2, 9)
     compute(cache, first)
@@ -71,7 +71,7 @@ def test_a_hit_shares_the_same_blocks_with_no_copy() -> None:
     assert second.num_computed == second.num_planned == 8
 
 
-def test_one_token_is_always_left_to_compute() -> None:
+def test_the_last_token_is_never_a_hit() -> None:
     cache = make_cache()
     compute(cache, make_request(1, 8))
     again = make_request(2, 8)
@@ -80,7 +80,7 @@ def test_one_token_is_always_left_to_compute() -> None:
     assert (ids(hit.blocks), hit.tail and hit.tail.block_id, hit.num_tail_tokens) == ([1], 2, 3)
 
 
-def test_a_finished_request_donates_its_blocks_and_the_next_turn_adopts_its_tail_in_place() -> None:
+def test_the_next_turn_continues_the_tail_of_a_finished_request_in_place() -> None:
     cache = make_cache()
     first = make_request(1, 6)
     compute(cache, first)
@@ -95,7 +95,7 @@ def test_a_finished_request_donates_its_blocks_and_the_next_turn_adopts_its_tail
     assert free_ids(cache.pool) == [4, 5, 6, 7, 8]
 
 
-def test_a_tail_in_use_is_copied_and_the_source_is_held_until_the_step_is_done() -> None:
+def test_a_tail_in_use_is_copied_and_its_source_is_held_until_settle() -> None:
     cache = make_cache()
     writer, reader = make_request(1, 6), make_request(2, 8)
     compute(cache, writer)
@@ -104,7 +104,7 @@ def test_a_tail_in_use_is_copied_and_the_source_is_held_until_the_step_is_done()
     copies = cache.grow(reader, 8, hit)
     assert copies == [BlockCopy(source=2, destination=3)]
     assert reader.block_table == [1, 3]
-    assert refs(cache)[:3] == [2, 2, 1]  # block 2: the writer, and the copy in flight
+    assert refs(cache)[:3] == [2, 2, 1]  # block 2 is held by the writer and by the copy in flight
     assert (reader.num_computed, reader.num_planned) == (4, 6)  # the copied tokens do not exist yet
     cache.settle(copies)
     assert refs(cache)[:3] == [2, 1, 1]
@@ -117,14 +117,14 @@ def test_hits_are_shared_before_new_blocks_are_taken() -> None:
     cache.release(first)
     filler = make_request(2, 8, first=100)
     compute(cache, filler)
-    assert free_ids(cache.pool) == [2, 1]  # what the next request hits is next in line for eviction
+    assert free_ids(cache.pool) == [2, 1]  # the blocks that the next request hits would be evicted next
     cache.release(filler)
     turn = make_request(3, 16)
     assert cache.grow(turn, 16, cache.match(turn)) == []
     assert turn.block_table == [1, 2, 4, 3]
 
 
-def test_a_request_that_forks_shares_all_its_parent_computed() -> None:
+def test_a_fork_shares_all_computed_blocks_of_its_parent() -> None:
     cache = make_cache()
     parent = make_request(1, 6)
     compute(cache, parent)
@@ -135,7 +135,7 @@ def test_a_request_that_forks_shares_all_its_parent_computed() -> None:
     assert (parent.block_table, child.block_table) == ([1, 2], [1, 3])
 
 
-def test_a_fork_shares_only_what_is_common() -> None:
+def test_a_fork_with_other_tokens_or_salt_shares_nothing() -> None:
     cache = make_cache()
     parent = make_request(1, 6)
     compute(cache, parent)
@@ -143,17 +143,17 @@ def test_a_fork_shares_only_what_is_common() -> None:
     assert cache.fork(parent, Request(3, parent.tokens, salt="other")) == NO_HIT
 
 
-def test_prompt_logprobs_need_every_position_computed() -> None:
+def test_prompt_logprobs_disable_cache_hits() -> None:
     cache = make_cache()
     compute(cache, make_request(1, 8))
     assert cache.match(Request(2, range(8), SamplingParams(prompt_logprobs=1))) == NO_HIT
 
 
-def test_release_publishes_what_was_computed_and_nothing_more() -> None:
+def test_release_publishes_computed_tokens_only() -> None:
     cache = make_cache()
     request = make_request(1, 12)
     cache.grow(request, 12)
-    request.num_computed = 6  # the rest was planned, and then the request was cancelled
+    request.num_computed = 6  # the other tokens were planned when the request was cancelled
     cache.publish(request)
     cache.release(request)
     assert request.block_table == []
@@ -161,7 +161,7 @@ def test_release_publishes_what_was_computed_and_nothing_more() -> None:
     assert free_ids(cache.pool) == [3, 4, 5, 6, 7, 8, 2, 1]
 
 
-def test_a_tail_published_at_the_prompts_end_grows_when_the_request_is_released() -> None:
+def test_release_extends_a_published_tail() -> None:
     cache = make_cache()
     request = make_request(1, 5)
     compute(cache, request)
@@ -184,19 +184,19 @@ def test_n_samples_hash_their_prompt_once() -> None:
     assert keys == [cache.chain(first).key(index) for index in range(3)]
     child.tokens.extend([7, 8, 9])
     first.tokens.extend([1, 2, 3])
-    assert chain.key(3) != cache.chain(first).key(3)  # from here on each has its own
+    assert chain.key(3) != cache.chain(first).key(3)  # from here on the tokens differ
 
 
-def test_blocks_are_named_as_far_as_they_are_looked_for_and_once() -> None:
+def test_chain_keys_are_computed_on_demand_and_once() -> None:
     digest = CountedDigest()
     cache = KVCacheManager(2000, 4, digest=digest)
-    num_full = 4 * NAMED_AT_ONCE
+    num_full = 4 * KEYS_PER_BATCH
     first = make_request(1, 4 * num_full + 1)
     assert cache.match(first).num_tokens == 0
-    assert digest.num_calls == NAMED_AT_ONCE  # of 256: the first one missed
+    assert digest.num_calls == KEYS_PER_BATCH  # of 256 blocks: the first one is a miss
     for upto in range(64, len(first.tokens), 64):
         compute(cache, first, upto)
-        assert digest.num_calls == max(NAMED_AT_ONCE, upto // 4)  # as it is computed
+        assert digest.num_calls == max(KEYS_PER_BATCH, upto // 4)  # grows with the computed blocks
     compute(cache, first)
     cache.release(first)
     assert digest.num_calls == num_full
@@ -204,13 +204,13 @@ def test_blocks_are_named_as_far_as_they_are_looked_for_and_once() -> None:
     digest.num_calls = 0
     half = Request(2, [*range(2 * num_full), *[5] * 2 * num_full])
     assert cache.match(half).num_tokens == 2 * num_full
-    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE
+    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH
     whole = Request(3, first.tokens)
     assert len(cache.match(whole).blocks) == len(cache.match(whole).blocks) == num_full
-    assert digest.num_calls <= num_full // 2 + NAMED_AT_ONCE + num_full
+    assert digest.num_calls <= num_full // 2 + KEYS_PER_BATCH + num_full
 
 
-def test_pinning_a_requests_prompt_names_nothing_again() -> None:
+def test_pinning_the_prompt_of_a_request_computes_no_new_keys() -> None:
     digest = CountedDigest()
     cache = KVCacheManager(100, 4, digest=digest)
     request = make_request(1, 50)
@@ -219,11 +219,11 @@ def test_pinning_a_requests_prompt_names_nothing_again() -> None:
     assert cache.pin_prompt("a", request, 50, 10**9) == 48
     assert cache.pin_prompt("b", request, 11, 10**9) == 8
     assert digest.num_calls == num_calls
-    assert cache.pin("c", range(50), "", 10**9) == 48  # by its tokens alone
+    assert cache.pin("c", range(50), "", 10**9) == 48  # by tokens
     assert [ids(pin.blocks) for pin in cache.pins] == [list(range(1, 13)), [1, 2], list(range(1, 13))]
 
 
-def test_an_old_table_survives_release_for_the_plan_that_reads_it() -> None:
+def test_release_does_not_change_the_old_table_that_a_plan_may_read() -> None:
     cache = make_cache()
     request = make_request(1, 8)
     compute(cache, request)
@@ -232,7 +232,7 @@ def test_an_old_table_survives_release_for_the_plan_that_reads_it() -> None:
     assert table == [1, 2]
 
 
-def test_after_clear_running_requests_go_on_but_publish_nothing_without_a_parent() -> None:
+def test_running_requests_do_not_publish_after_clear() -> None:
     cache = make_cache()
     request = make_request(1, 4)
     compute(cache, request)
@@ -244,7 +244,7 @@ def test_after_clear_running_requests_go_on_but_publish_nothing_without_a_parent
     assert len(cache.pool.free) == 8
 
 
-def test_without_caching_nothing_is_found_and_nothing_published() -> None:
+def test_a_disabled_cache_finds_and_publishes_nothing() -> None:
     cache = KVCacheManager(9, 4, is_caching=False)
     request = make_request(1, 9)
     compute(cache, request)
@@ -253,19 +253,19 @@ def test_without_caching_nothing_is_found_and_nothing_published() -> None:
     assert cache.stats().num_cached == 0
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+def test_a_prompt_that_cannot_fit_is_refused_with_the_numbers() -> None:
     cache = make_cache(num_blocks=3)
     cache.check_fits(7, 8)
-    with pytest.raises(ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(all the KV pool .* 2 blocks"):
+    with pytest.raises(ContextTooLong, match=r"prompt of 8 .* context of 8 tokens \(the whole KV pool: 2 blocks"):
         cache.check_fits(8, 8)
     with pytest.raises(ContextTooLong, match=r"prompt of 8 tokens .* context of 7 tokens$"):
         cache.check_fits(8, 7)
 
 
-def test_what_is_not_looked_for_is_no_query() -> None:
+def test_requests_that_skip_the_cache_are_not_counted_as_queries() -> None:
     off = KVCacheManager(9, 4, is_caching=False)
     off.grow(make_request(1, 8), 8)
-    scored = Request(2, range(8), SamplingParams(prompt_logprobs=0))  # it needs every position computed
+    scored = Request(2, range(8), SamplingParams(prompt_logprobs=0))  # needs every position computed
     on = make_cache()
     on.grow(scored, 8, on.match(scored))
     for cache in (off, on):
@@ -276,7 +276,7 @@ def test_stats_count_hits_tails_and_twins() -> None:
     cache = make_cache()
     first, twin = make_request(1, 8), make_request(2, 8)
     cache.grow(first, 8)
-    cache.grow(twin, 8)  # both began before either had anything to share
+    cache.grow(twin, 8)  # both start before either has published a block
     for request in (first, twin):
         request.num_computed = 8
         cache.publish(request)
@@ -323,7 +323,7 @@ def test_pins_hold_at_most_half_the_pool_and_the_oldest_yields() -> None:
     assert cache.pins.unpin("b")
 
 
-def test_who_holds_the_most_yields_to_a_new_pin() -> None:
+def test_a_new_pin_displaces_pins_of_the_owner_with_the_most_blocks() -> None:
     cache = KVCacheManager(25, 4)  # 24 blocks: pins hold at most 12
     texts = [[100 * i + j for j in range(16)] for i in range(5)]  # 4 blocks each
     for i, tokens in enumerate(texts):
@@ -335,7 +335,7 @@ def test_who_holds_the_most_yields_to_a_new_pin() -> None:
     assert cache.pin("bob/a", texts[0], "", 10**9) == 16  # the oldest
     assert cache.pin("eve/a", texts[1], "", 10**9) == 16
     assert cache.pin("eve/b", texts[2], "", 10**9) == 16
-    assert cache.pin("eve/c", texts[3], "", 10**9) == 16  # in place of her own
+    assert cache.pin("eve/c", texts[3], "", 10**9) == 16  # displaces an older pin of the same owner
     assert cache.pin("eve/d", texts[4], "", 10**9) == 16
     assert len(cache.pins) == 3
     assert cache.pins.unpin("bob/a")
@@ -348,7 +348,7 @@ def test_a_pin_longer_than_half_the_pool_is_cut() -> None:
     request = make_request(1, 28)
     compute(cache, request)
     assert cache.pin("long", request.tokens, "", 10**9) == 16
-    assert [ids(pin.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # its head: who holds a block holds all before it
+    assert [ids(pin.blocks) for pin in cache.pins] == [[1, 2, 3, 4]]  # the first blocks are kept
 
 
 def test_pinning_again_extends_and_renews() -> None:

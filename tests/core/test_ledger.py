@@ -1,4 +1,4 @@
-"""The arithmetic of shares, without a scheduler: who is owed, who goes first, who is left out."""
+"""Tests of the ledger without a scheduler: credits, order of turns, rationing."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def tokens(ledger: FairLedger, tier: Priority) -> float:
     return ledger.credits[tier] / UNITS
 
 
-def test_a_tier_that_gets_nothing_is_owed_its_share_of_what_others_get() -> None:
+def test_a_tier_without_service_is_owed_its_share_of_all_tokens() -> None:
     ledger = FairLedger()
     step(ledger, {HIGH: 16}, short=(HIGH, LOW))
     assert tokens(ledger, LOW) == 2
     assert ledger.is_owed(LOW)
-    assert not ledger.is_owed(NORMAL)  # it wants nothing
+    assert not ledger.is_owed(NORMAL)  # it has no work
     step(ledger, {HIGH: 12, LOW: 4}, short=(HIGH, LOW))
     assert tokens(ledger, LOW) == 0
     assert not ledger.is_owed(LOW)
 
 
-def test_the_tier_that_is_owed_most_for_its_share_has_the_first_turn() -> None:
+def test_the_tier_with_the_largest_credit_relative_to_its_share_has_the_first_turn() -> None:
     ledger = FairLedger()
     step(ledger, {HIGH: 16}, short=(NORMAL, LOW))
     step(ledger, {HIGH: 14, NORMAL: 2}, short=(NORMAL, LOW))
@@ -54,7 +54,7 @@ def test_the_tier_that_is_owed_most_for_its_share_has_the_first_turn() -> None:
     assert turns[2:] == [Turn((HIGH,)), Turn((NORMAL,)), Turn((LOW,))]
 
 
-def test_spare_capacity_is_free_and_a_burst_alone_makes_no_debt() -> None:
+def test_using_spare_capacity_makes_no_debt() -> None:
     ledger = FairLedger()
     for _ in range(50):
         step(ledger, {LOW: 60}, short=(LOW,))  # alone
@@ -62,7 +62,7 @@ def test_spare_capacity_is_free_and_a_burst_alone_makes_no_debt() -> None:
     for _ in range(50):
         step(ledger, {HIGH: 1, LOW: 60}, short=(LOW,))  # HIGH has all it wants
     assert tokens(ledger, LOW) == 0
-    step(ledger, {HIGH: 1, LOW: 60}, short=(HIGH, LOW))  # now it has not
+    step(ledger, {HIGH: 1, LOW: 60}, short=(HIGH, LOW))  # HIGH is short
     assert tokens(ledger, LOW) == pytest.approx(61 / 8 - 60)
 
 
@@ -75,17 +75,17 @@ def test_debts_and_credits_are_at_most_one_step() -> None:
         step(ledger, {LOW: 90}, short=(HIGH, LOW))
     assert tokens(ledger, LOW) == -MAX_STEP
     for _ in range(20):
-        step(ledger, {LOW: 90})  # nobody else is there: the debt is forgotten, at the rate of the share
+        step(ledger, {LOW: 90})  # without other work, the debt is reduced by the share of each step
     assert tokens(ledger, LOW) == 0
 
 
-def test_nothing_is_owed_to_a_tier_that_has_all_it_wants() -> None:
+def test_a_tier_that_is_not_short_is_not_owed() -> None:
     ledger = FairLedger()
     step(ledger, {HIGH: 64, LOW: 1}, short=(HIGH,))
     assert tokens(ledger, LOW) == 0
 
 
-def test_where_rows_are_free_nobody_is_rationed() -> None:
+def test_no_tier_is_rationed_without_a_step_cost() -> None:
     ledger = FairLedger()
     ledger.begin_step([TierWork(3, 1, 2)] * 3)
     assert not ledger.rationed
@@ -99,11 +99,11 @@ def rationed(cost: StepCost, high: TierWork, normal: TierWork, low: TierWork) ->
     return ledger
 
 
-def test_lower_tiers_lengthen_a_step_by_a_third_of_what_the_highest_needs() -> None:
+def test_lower_tiers_lengthen_a_step_by_a_third_of_the_time_of_the_highest() -> None:
     decodes = TierWork(16, 0, 0)
     ledger = rationed(StepCost(base_ns=50, token_ns=10), TierWork(1, 0, 0), decodes, decodes)
     assert ledger.rationed == {NORMAL, LOW}
-    assert [turn.max_ns for turn in ledger.turns()] == [None, 20, 20]  # a third of 50 + 10, for all
+    assert [turn.max_ns for turn in ledger.turns()] == [None, 20, 20]  # a third of 50 + 10, shared by both tiers
     normal = Request(1, [1], priority=NORMAL)
     assert ledger.affordable(normal, 20) == 2
     ledger.charge(normal, 2)
@@ -123,11 +123,11 @@ def test_a_row_with_a_long_context_costs_more() -> None:
     ledger.begin_step([decodes, IDLE, TierWork(16, 0, 0)])
     *_, low = ledger.turns()
     assert low.max_ns is not None
-    assert ledger.affordable(request, low.max_ns) == 1  # what the first step left was kept for it
+    assert ledger.affordable(request, low.max_ns) == 1  # with the unused time of the first step
 
 
-def test_the_first_row_beside_a_single_one_costs_what_that_one_saves() -> None:
-    """A step of one token takes 550, of two 950: HIGH keeps three quarters of its speed if LOW has every other step."""
+def test_the_second_row_of_a_step_also_costs_the_saving_of_a_single_token() -> None:
+    """A step of one token takes 550, of two 950: HIGH keeps 3/4 of its speed if LOW is in every second step."""
     ledger, taken = FairLedger(), []
     ledger.cost = StepCost(base_ns=500, token_ns=225, single_ns=175)
     low = Request(1, [1], priority=LOW)
@@ -144,7 +144,7 @@ def test_the_first_row_beside_a_single_one_costs_what_that_one_saves() -> None:
     assert 40 * 550 / sum(taken) == pytest.approx(0.75, abs=0.02)
 
 
-def test_a_tier_that_is_owed_is_rationed_too_and_has_one_token_at_least() -> None:
+def test_an_owed_tier_is_rationed_too_and_gets_at_least_one_token() -> None:
     ledger = FairLedger()
     for _ in range(50):
         step(ledger, {HIGH: 15}, short=(LOW,))
@@ -156,7 +156,7 @@ def test_a_tier_that_is_owed_is_rationed_too_and_has_one_token_at_least() -> Non
     assert first.max_tokens > 50
 
 
-def test_nobody_is_rationed_while_a_request_waits_for_memory_of_one_that_is_spared() -> None:
+def test_no_tier_is_rationed_while_a_running_request_is_stalled() -> None:
     ledger = FairLedger()
     ledger.cost = StepCost(50, 10)
     ledger.begin_step([TierWork(1, 0, 0), IDLE, BUSY], is_stalled=True)
@@ -164,8 +164,8 @@ def test_nobody_is_rationed_while_a_request_waits_for_memory_of_one_that_is_spar
     assert [turn.max_ns for turn in ledger.turns()] == [None, None, None]
 
 
-def test_parts_of_a_token_add_up() -> None:
-    """HIGH decodes alone, and a token costs as much as the step: LOW has one every third step."""
+def test_unused_time_accumulates_to_a_token() -> None:
+    """HIGH has one decode, and a token costs as much as the step: LOW gets one token every third step."""
     ledger, given = FairLedger(), []
     ledger.cost = StepCost(base_ns=0, token_ns=10)
     for _ in range(12):
@@ -186,16 +186,16 @@ def test_a_step_of_low_alone_is_kept_short() -> None:
     low = TierWork(64, 0, 0)
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, IDLE, low)
     *_, turn = ledger.turns()
-    assert turn.max_ns == 45_000_000  # and 5 ms make 50
+    assert turn.max_ns == 45_000_000  # plus the base of 5 ms: 50 ms
     ledger = rationed(StepCost(300_000_000, 50_000_000), IDLE, IDLE, low)
     *_, turn = ledger.turns()
-    assert turn.max_ns == 900_000_000  # four bases: the weights of a large model are read for several rows
+    assert turn.max_ns == 900_000_000  # four times the base, which is reading the weights of a large model
     ledger = rationed(StepCost(5_000_000, 2_000_000), IDLE, TierWork(64, 0, 0), IDLE)
     assert ledger.rationed == {LOW}
     assert [turn.max_ns for turn in ledger.turns()][1] is None
 
 
-def test_a_tier_above_that_only_waits_limits_nobody_until_it_runs() -> None:
+def test_a_higher_tier_limits_lower_ones_only_once_it_runs() -> None:
     ledger = rationed(StepCost(50, 10), TierWork(0, 0, 3), TierWork(8, 0, 0), IDLE)
     assert NORMAL in ledger.rationed
     turns = ledger.turns()
@@ -208,7 +208,7 @@ def test_a_tier_above_that_only_waits_limits_nobody_until_it_runs() -> None:
     assert next(turns).max_ns == 40
 
 
-def test_the_bound_is_a_function_one_can_call() -> None:
+def test_service_bound() -> None:
     ledger = FairLedger()
     assert ledger.service_bound(LOW, 100, 0, 50) == 8 * 200
     assert ledger.service_bound(NORMAL, 100, 7, 50) == 4 * 200 + 7
@@ -225,12 +225,12 @@ def test_the_bound_is_a_function_one_can_call() -> None:
         ((float("nan"), 0.1), "normal_share = nan"),
     ],
 )
-def test_shares_that_cannot_be_held_are_refused(shares: tuple[float, float], message: str) -> None:
+def test_invalid_shares_are_refused(shares: tuple[float, float], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         FairLedger(*shares)
 
 
-def test_an_open_ledger_counts_nothing() -> None:
+def test_an_open_ledger_has_one_turn_for_all_tiers() -> None:
     ledger = OpenLedger()
     ledger.cost = StepCost(1, 1)
     assert not ledger.rationed

@@ -1,7 +1,7 @@
-"""A hypothesis state machine over pool, tree and cache manager: any order of calls, every law after each.
+"""A hypothesis state machine for pool, tree and cache manager: any order of calls, all invariants after each.
 
-The simulator drives these through the scheduler; here they are called directly, in orders no scheduler would choose,
-and a failure shrinks to the shortest story.
+The world simulation calls them through the scheduler. Here they are called directly, in orders that no scheduler would
+choose, and hypothesis shrinks a failure to the shortest sequence of calls.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(self.cache.tree) == 0
 
     @invariant()
-    def laws_hold(self) -> None:
+    def invariants_hold(self) -> None:
         held = [block_id for request in self.requests for block_id in request.block_table]
         held += [copy.source for copy in self.copies]
         check_cache(self.cache, held, {self.cache.tree.root(salt) for salt in SALTS})
@@ -128,6 +128,6 @@ TestCacheMachine.settings = settings(
     max_examples=150,
     stateful_step_count=60,
     deadline=None,
-    derandomize=True,  # CI finds what it found before; `make sim` is where new seeds are tried
+    derandomize=True,  # CI runs are reproducible; `make sim` tries new seeds
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,4 +1,4 @@
-"""The pin board: which pins yield to a new one, and that a pin costs only its own blocks."""
+"""Tests of the pin board: which pins are dropped for a new one, and the cost of a pin."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LATER = 10**18
 
 
 def make_cache(num_blocks: int) -> tuple[KVCacheManager, list[KVCacheBlock]]:
-    """A pool, and all its blocks. Pins hold blocks, whatever they contain."""
+    """A cache and all its blocks. Pins can hold blocks without content."""
     cache = KVCacheManager(num_blocks, 4)
     return cache, cache.pool.blocks[1:]
 
 
 class NaiveBoard:
-    """The rules of the board, computed anew at every step."""
+    """A simple implementation of the rules, without incremental counters."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -48,7 +48,7 @@ class NaiveBoard:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_same_pins_yield_as_by_the_rules(seed: int) -> None:
+def test_the_board_drops_the_same_pins_as_the_naive_board(seed: int) -> None:
     random = Random(seed)
     cache, blocks = make_cache(random.choice((9, 41, 161)))
     board, naive = cache.pins, NaiveBoard(cache.pins.max_blocks)
@@ -70,7 +70,7 @@ def test_the_same_pins_yield_as_by_the_rules(seed: int) -> None:
     assert (board.num_blocks, board.owners, cache.pool.num_free) == (0, {}, len(blocks))
 
 
-def test_there_are_so_many_pins_and_no_more() -> None:
+def test_there_are_at_most_max_pins() -> None:
     cache, blocks = make_cache(4 * MAX_PINS)
     for number in range(MAX_PINS + 3):
         cache.pins.pin(f"{number % 7}/{number}", (blocks[number],), LATER)
@@ -79,7 +79,7 @@ def test_there_are_so_many_pins_and_no_more() -> None:
 
 
 class Counted(dict[Any, Any]):
-    """A dictionary that counts what is looked up or changed, and is never looked through."""
+    """A dictionary that counts accesses and fails when it is iterated."""
 
     num_used = 0
 
@@ -96,17 +96,17 @@ class Counted(dict[Any, Any]):
         return super().get(key, default)
 
     def _no(self, *_: Any) -> Any:
-        raise AssertionError("all that is pinned was looked through")
+        raise AssertionError("all pins were iterated")
 
     items = values = keys = _no
 
 
-def test_a_pin_costs_its_own_blocks_and_those_of_the_pins_that_yield() -> None:
+def test_the_cost_of_a_pin_depends_on_its_own_and_the_dropped_blocks() -> None:
     cache, blocks = make_cache(20_001)
     board, size = cache.pins, 20
     for start in range(0, board.max_blocks, size):
         board.pin(f"{start % 3}/{start}", tuple(blocks[start : start + size]), LATER)
-    assert board.num_blocks == board.max_blocks  # the next one pushes another out
+    assert board.num_blocks == board.max_blocks  # the next pin displaces another
     board._pins, board.holders = Counted(board._pins), Counted(board.holders)
     num_pins = len(board)
     board.pin("new/1", tuple(blocks[-size:]), LATER)

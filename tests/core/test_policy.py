@@ -1,4 +1,4 @@
-"""Aging as a virtual deadline, and the starvation bound it states, held with a real scheduler."""
+"""Tests of aging as a virtual deadline, and of its starvation bound in a real scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def waiting(priority: Priority, enqueued_s: float, waited_s: float = 0.0) -> Req
     return request
 
 
-def test_the_table_makes_every_policy() -> None:
+def test_all_policies_can_be_created() -> None:
     made: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
     assert list(made) == ["fair", "aging", "fcfs"]
 
@@ -41,7 +41,7 @@ def test_earlier_waits_count_and_time_spent_running_does_not() -> None:
     assert fresh - requeued == 7 * NS
 
 
-def test_urgency_rises_by_a_tier_for_each_patience_waited_and_stands_still_while_running() -> None:
+def test_urgency_rises_by_a_tier_for_each_patience_waited_and_is_constant_while_running() -> None:
     policy = Aging(patience_s=10)
     low = waiting(Priority.LOW, 0)
     assert [policy.urgency(low, now_s * NS) for now_s in (0, 9, 10, 19, 20, 35)] == [2, 2, 1, 1, 0, -1]
@@ -50,7 +50,7 @@ def test_urgency_rises_by_a_tier_for_each_patience_waited_and_stands_still_while
     assert [policy.urgency(low, now_s * NS) for now_s in (12, 50, 5000)] == [1, 1, 1]
 
 
-def test_only_a_higher_tier_that_is_more_urgent_too_may_preempt() -> None:
+def test_only_a_request_of_a_higher_tier_and_urgency_may_preempt() -> None:
     policy = Aging(patience_s=10)
     running = waiting(Priority.LOW, 0)
     for waited_tiers, may in ((0, True), (1, True), (2, False)):
@@ -61,7 +61,7 @@ def test_only_a_higher_tier_that_is_more_urgent_too_may_preempt() -> None:
     assert Aging(patience_s=0).urgency(waiting(Priority.LOW, 0), NS) == 0
 
 
-def test_fcfs_is_the_order_of_arrival() -> None:
+def test_fcfs_orders_by_arrival() -> None:
     policy = Fcfs()
     assert policy.key(waiting(Priority.LOW, 1)) < policy.key(waiting(Priority.HIGH, 2))
     assert not policy.may_preempt(waiting(Priority.HIGH, 1), waiting(Priority.LOW, 2), NS)
@@ -69,7 +69,7 @@ def test_fcfs_is_the_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize("patience_s", [-1.0, float("nan"), 1e9])
-def test_an_impossible_patience_is_refused(patience_s: float) -> None:
+def test_an_invalid_patience_is_refused(patience_s: float) -> None:
     with pytest.raises(InvalidRequest, match="patience = "):
         Aging(patience_s)
 
@@ -84,25 +84,25 @@ def test_an_impossible_patience_is_refused(patience_s: float) -> None:
         (Priority.HIGH, Priority.LOW, 0.0),
     ],
 )
-def test_the_bound_is_a_function_one_can_call(behind: Priority, ahead: Priority, window_s: float) -> None:
+def test_overtake_window(behind: Priority, ahead: Priority, window_s: float) -> None:
     assert Aging(patience_s=10).overtake_window_s(behind, ahead) == window_s
 
 
 def test_a_long_prompt_is_not_starved_by_later_ones_of_its_tier() -> None:
-    """Prompts share the budget in the order of their keys, and a running one keeps its key."""
+    """Prompts share the budget in order of their keys, and a running request keeps its key."""
     rig = Rig(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=128, max_chunk_tokens=64)
     long = rig.add(0, range(2_000), max_tokens=1)
     steps = 0
     while long.finish_reason is None:
         steps += 1
         rig.now_ns += NS // 10
-        rig.add(steps, [steps] * 100, max_tokens=1)  # more work than one step can do, for ever
+        rig.add(steps, [steps] * 100, max_tokens=1)  # more new work per step than a step can compute
         rig.step()
     assert steps == -(-2_000 // 64)
 
 
 def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> None:
-    """One place, HIGH work arriving faster than it is served, for ever. LOW comes at 0 s and gets its turn."""
+    """There is one batch row, and HIGH work arrives faster than it is served. LOW arrives at 0 s."""
     policy = Aging(patience_s=1)
     rig = Rig(max_num_seqs=1, policy=policy, max_waiting=1000)
     rig.add(0, [9, 9], priority=Priority.HIGH, max_tokens=4)
@@ -126,13 +126,13 @@ def test_low_is_overtaken_only_within_the_bound_while_high_keeps_arriving() -> N
     assert max(arrived[request_id] for request_id in overtakers) > 0.5 * window_s * NS
 
 
-def test_high_is_served_at_once_though_endless_low_jobs_fill_every_slot_and_have_run_for_ever() -> None:
+def test_high_preempts_low_requests_that_have_run_for_a_long_time() -> None:
     rig = Rig(max_num_seqs=4, num_blocks=400, policy=Aging(patience_s=1))
     for request_id in range(4):
         rig.add(request_id, [request_id] * 5, priority=Priority.LOW, max_tokens=None)
     rig.step()
     for _ in range(30):
-        rig.now_ns += 10 * NS  # they run for 300 s: an age earned by running would put them before everyone
+        rig.now_ns += 10 * NS  # they run for 300 s; if running time counted as age, they would precede HIGH
         rig.step()
     assert len(rig.scheduler.running) == 4
     for request_id in range(4, 10):
@@ -145,7 +145,7 @@ def test_high_is_served_at_once_though_endless_low_jobs_fill_every_slot_and_have
     assert {event.priority for event in rig.happened(Preempted)} == {Priority.LOW}
 
 
-def test_a_preempted_request_keeps_the_age_it_earned() -> None:
+def test_a_preempted_request_keeps_its_age() -> None:
     rig = Rig(max_num_seqs=1, policy=Aging(patience_s=10))
     rig.add(1, [1, 2], priority=Priority.HIGH, max_tokens=2)
     rig.step()

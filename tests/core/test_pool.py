@@ -1,4 +1,4 @@
-"""Order carries meaning: every test pins block ids, reference counts and the whole free list after each operation."""
+"""Tests of the block pool: exact block ids, reference counts and the whole free list after each operation."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def make_pool(num_blocks: int, block_size: int = 2) -> tuple[BlockPool, PrefixTr
 
 
 def publish_chain(pool: BlockPool, tree: PrefixTree, blocks: list[KVCacheBlock], first_token: int = 0) -> None:
-    """Publish blocks one after the other, filled with consecutive numbers."""
+    """Publish consecutive blocks, filled with consecutive numbers."""
     parent = tree.root("")
     for index, block in enumerate(blocks):
         start = first_token + index * tree.block_size
@@ -28,7 +28,7 @@ def publish_chain(pool: BlockPool, tree: PrefixTree, blocks: list[KVCacheBlock],
         parent = key
 
 
-def test_block_0_is_never_handed_out() -> None:
+def test_block_0_is_never_allocated() -> None:
     pool, _, _ = make_pool(5)
     assert free_ids(pool) == [1, 2, 3, 4]
     assert ids(pool.take(4)) == [1, 2, 3, 4]
@@ -37,7 +37,7 @@ def test_block_0_is_never_handed_out() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 0, 1])
-def test_a_pool_needs_a_block_beside_the_null_block(num_blocks: int) -> None:
+def test_a_pool_needs_a_block_in_addition_to_the_null_block(num_blocks: int) -> None:
     with pytest.raises(InvalidRequest, match=f"num_blocks = {num_blocks} is less than 2"):
         make_pool(num_blocks)
 
@@ -45,13 +45,13 @@ def test_a_pool_needs_a_block_beside_the_null_block(num_blocks: int) -> None:
 def test_take_is_all_or_nothing() -> None:
     pool, _, _ = make_pool(5)
     pool.take(2)
-    with pytest.raises(OutOfBlocks, match="count = 3 blocks asked of 2 free"):
+    with pytest.raises(OutOfBlocks, match="count = 3 blocks requested, 2 are free"):
         pool.take(3)
     assert free_ids(pool) == [3, 4]
     assert pool.take(0) == []
 
 
-def test_unpublished_blocks_return_to_the_front_so_that_the_head_is_taken_first_again() -> None:
+def test_unpublished_blocks_are_released_to_the_front() -> None:
     pool, _, _ = make_pool(7)
     taken = pool.take(3)
     assert free_ids(pool) == [4, 5, 6]
@@ -59,15 +59,15 @@ def test_unpublished_blocks_return_to_the_front_so_that_the_head_is_taken_first_
     assert free_ids(pool) == [1, 2, 3, 4, 5, 6]  # released 3, 2, 1, each to the front
 
 
-def test_published_blocks_go_to_the_back_tail_first() -> None:
+def test_published_blocks_are_released_to_the_back_tail_first() -> None:
     pool, tree, _ = make_pool(9)
     taken = pool.take(4)
     publish_chain(pool, tree, taken[:3])  # 4 is a private tail
     pool.release(taken)
-    assert free_ids(pool) == [4, 5, 6, 7, 8, 3, 2, 1]  # worthless first, then untouched, then leaves before trunks
+    assert free_ids(pool) == [4, 5, 6, 7, 8, 3, 2, 1]  # unpublished first, then never used, then tails before heads
 
 
-def test_shared_blocks_stay_until_the_last_holder_lets_go() -> None:
+def test_shared_blocks_are_free_after_the_last_release() -> None:
     pool, tree, _ = make_pool(6)
     first = pool.take(3)
     publish_chain(pool, tree, first)
@@ -103,14 +103,14 @@ def test_eviction_is_lazy_and_least_recently_used_first() -> None:
     pool.release(new)
     assert free_ids(pool) == [5, 2, 1, 4, 3]
     assert len(tree) == 4
-    assert events == []  # everything released is still findable
+    assert events == []  # all released content is still cached
     assert ids(pool.take(3)) == [5, 2, 1]
     assert events == [Evicted(2, num_tokens=2, num_descendants=0), Evicted(1, num_tokens=2, num_descendants=0)]
     assert len(tree) == 2
     assert pool.stats().num_evictions == 2
 
 
-def test_a_used_again_head_outlives_its_tail_and_younger_heads() -> None:
+def test_a_reused_head_is_evicted_after_its_tail_and_newer_heads() -> None:
     pool, tree, _ = make_pool(5)
     a, b = pool.take(2), pool.take(2)
     publish_chain(pool, tree, a, first_token=0)
@@ -120,30 +120,30 @@ def test_a_used_again_head_outlives_its_tail_and_younger_heads() -> None:
     assert free_ids(pool) == [2, 1, 4, 3]
     pool.share(a[:1])
     pool.release(a[:1])
-    assert free_ids(pool) == [2, 4, 3, 1]  # one touch, and 1 is the youngest of all
+    assert free_ids(pool) == [2, 4, 3, 1]  # after one use, 1 is the most recently used
 
 
-def test_a_dying_position_takes_its_descendants_along_to_the_front() -> None:
+def test_descendants_of_an_evicted_block_move_to_the_front() -> None:
     pool, tree, events = make_pool(6)
     taken = pool.take(4)
     publish_chain(pool, tree, taken)
     pool.release(taken)
     assert free_ids(pool) == [5, 4, 3, 2, 1]
     pool.share(pool.blocks[3:5])
-    pool.release(pool.blocks[3:5])  # a holder without the ancestors, as a copy in flight is
+    pool.release(pool.blocks[3:5])  # held without their ancestors, like the source of a copy
     assert free_ids(pool) == [5, 2, 1, 4, 3]
     assert ids(pool.take(2)) == [5, 2]
     assert events[-1] == Evicted(2, num_tokens=2, num_descendants=2)
-    assert free_ids(pool) == [4, 3, 1]  # 3 and 4 hung on 2: worthless now, so first to go
+    assert free_ids(pool) == [4, 3, 1]  # 3 and 4 followed 2 and lost their content
     assert pool.stats().num_cached == 1
 
 
-def test_of_twins_only_the_last_to_go_is_remembered() -> None:
+def test_only_the_last_released_twin_stays_cached() -> None:
     pool, tree, _ = make_pool(7)
     first, second = pool.take(2), pool.take(2)
     publish_chain(pool, tree, first)
     publish_chain(pool, tree, second)
-    pool.release(first)  # the standing ones go; their twins stand in
+    pool.release(first)  # the indexed blocks are replaced by their twins
     assert free_ids(pool) == [1, 2, 5, 6]
     assert not first[0].is_published
     pool.release(second)
@@ -152,7 +152,7 @@ def test_of_twins_only_the_last_to_go_is_remembered() -> None:
     assert len(tree) == 2
 
 
-def test_fork_holds_its_source_until_told() -> None:
+def test_fork_holds_its_source_until_it_is_released() -> None:
     pool, tree, _ = make_pool(6)
     taken = pool.take(1)
     publish_chain(pool, tree, taken)
@@ -175,7 +175,7 @@ def test_fork_never_takes_its_own_source() -> None:
     assert pool.fork(pool.blocks[2]).block_id == 1
 
 
-def test_evict_unused_forgets_what_nobody_holds() -> None:
+def test_evict_unused_evicts_free_blocks_only() -> None:
     pool, tree, _ = make_pool(7)
     taken = pool.take(4)
     publish_chain(pool, tree, taken)
@@ -188,7 +188,7 @@ def test_evict_unused_forgets_what_nobody_holds() -> None:
     assert pool.evict_unused() == 0
 
 
-def test_clear_forgets_all_content_and_takes_no_block_from_anyone() -> None:
+def test_clear_removes_all_content_and_keeps_references() -> None:
     pool, tree, _ = make_pool(6)
     taken = pool.take(4)
     publish_chain(pool, tree, taken)
@@ -201,7 +201,7 @@ def test_clear_forgets_all_content_and_takes_no_block_from_anyone() -> None:
     assert len(pool.free) == 5
 
 
-def test_releasing_what_one_does_not_hold_is_a_bug() -> None:
+def test_releasing_a_free_block_fails() -> None:
     pool, _, _ = make_pool(3)
-    with pytest.raises(AssertionError, match="does not hold it"):
+    with pytest.raises(AssertionError, match="released without a reference"):
         pool.release([pool.blocks[1]])

@@ -1,4 +1,4 @@
-"""The tree by itself: keys, matches, twins, tails and explanations. Blocks are made by hand; no pool, no counts."""
+"""Tests of the prefix tree alone: keys, matches, twins, tails and explanations, without a pool."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.core.prefix import PrefixTree, StopReason, common_run
 
 
 class Forest:
-    """A tree with blocks of 4 tokens, and blocks numbered as they are made."""
+    """A tree with blocks of 4 tokens, numbered in order of creation."""
 
     def __init__(self, **options: int) -> None:
         self.tree = PrefixTree(4, **options)  # type: ignore[arg-type]
         self.blocks: list[KVCacheBlock] = []
 
     def put(self, tokens: Sequence[int], salt: str = "", *, held: bool = False) -> list[KVCacheBlock]:
-        """Publish a whole context as one request would: full blocks, then the tail."""
+        """Publish a whole context as a request would: full blocks, then the tail."""
         chain = self.tree.chain(array("I", tokens), salt)
         made = []
         for index in range(-(-len(tokens) // 4)):
@@ -35,16 +35,16 @@ class Forest:
         return made
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], int | None, int, bool]:
-        """(full blocks, tail block, tokens, adoptable)"""
+        """Returns (full blocks, tail block, tokens, adoptable)."""
         hit = self.tree.match(self.tree.chain(array("I", tokens), salt), len(tokens))
         tail = None if hit.tail is None else hit.tail.block_id
         return [block.block_id for block in hit.blocks], tail, hit.num_tokens, hit.is_adoptable
 
     def explain(self, tokens: Sequence[int], salt: str = "", pending: Sequence[int] = ()) -> tuple[int, StopReason]:
         chain, limit = self.tree.chain(array("I", tokens), salt), len(tokens) - 1
-        story = self.tree.explain(chain, limit, self.tree.match(chain, limit), pending.__contains__)
-        assert story.stopped_at == story.num_tokens
-        return story.num_tokens, story.reason
+        explanation = self.tree.explain(chain, limit, self.tree.match(chain, limit), pending.__contains__)
+        assert explanation.stopped_at == explanation.num_tokens
+        return explanation.num_tokens, explanation.reason
 
 
 # Keys
@@ -73,13 +73,13 @@ def test_a_chain_extends_as_tokens_become_known() -> None:
     assert chain.run(5, 9) == pack_tokens([5, 6, 7, 8])
 
 
-def names(chain: TokenChain, count: int) -> list[tuple[bytes, bytes]]:
+def keys_of(chain: TokenChain, count: int) -> list[tuple[bytes, bytes]]:
     return list(chain.full_blocks(count))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_chains_share_names_and_each_has_its_own(seed: int) -> None:
-    """Whatever is compared with whatever, in any order: the names are those of a chain alone."""
+def test_chains_that_share_keys_compute_the_same_keys_as_separate_chains(seed: int) -> None:
+    """Compares random pairs of chains in random order."""
     random = Random(seed)
     num_calls = 0
 
@@ -102,13 +102,13 @@ def test_chains_share_names_and_each_has_its_own(seed: int) -> None:
             assert chains[i].num_common(chains[j], random.randint(0, min(num_same, most)), most) == min(num_same, most)
         else:
             count = random.randint(0, 50)
-            assert names(chains[i], count) == names(alone.chain(texts[i], salts[i]), count)
+            assert keys_of(chains[i], count) == keys_of(alone.chain(texts[i], salts[i]), count)
     for chain, tokens, salt in zip(chains, texts, salts, strict=True):
-        assert names(chain, 50) == names(alone.chain(tokens, salt), 50)
+        assert keys_of(chain, 50) == keys_of(alone.chain(tokens, salt), 50)
     assert num_calls <= 50 * len(chains)
 
 
-def test_what_two_chains_share_is_hashed_once_and_late() -> None:
+def test_shared_blocks_are_hashed_once_and_on_demand() -> None:
     num_calls = 0
 
     def digest(parent_key: bytes, tokens: bytes) -> bytes:
@@ -128,14 +128,14 @@ def test_what_two_chains_share_is_hashed_once_and_late() -> None:
     assert num_calls == 99 + 20 + 1
 
 
-def test_chains_whose_keys_collide_share_what_follows_and_not_what_differs() -> None:
+def test_chains_with_colliding_keys_do_not_share_different_blocks() -> None:
     tree = PrefixTree(2, digest=lambda parent_key, tokens: bytes([parent_key[-1] & 1, tokens[-1]]))
-    ours, theirs = (tree.chain(array("I", [first, 2, 3, 4, 5, 6]), "") for first in (1, 7))
-    assert ours.key(0) == theirs.key(0)
-    assert ours.num_common(theirs, 1, 3) == 3
+    first, second = (tree.chain(array("I", [token, 2, 3, 4, 5, 6]), "") for token in (1, 7))
+    assert first.key(0) == second.key(0)
+    assert first.num_common(second, 1, 3) == 3
     alone = tree.chain(array("I", [1, 2, 3, 4, 5, 6]), "")
-    assert names(ours, 3) == names(alone, 3)
-    assert ours.block(0) != theirs.block(0)
+    assert keys_of(first, 3) == keys_of(alone, 3)
+    assert first.block(0) != second.block(0)
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,20 @@ def test_common_run_counts_tokens_not_bytes(a: list[int], b: list[int], run: int
 # Matching
 
 
-def test_match_walks_from_the_front_and_stops_at_the_first_miss() -> None:
+def test_a_match_starts_at_the_first_token_and_stops_at_the_first_miss() -> None:
     forest = Forest()
     forest.put(range(12))
     assert forest.match(range(12)) == ([1, 2, 3], None, 12, False)
-    assert forest.match(range(4, 12)) == ([], None, 0, False)  # the same tokens elsewhere are not the same KV
+    assert forest.match(range(4, 12)) == ([], None, 0, False)  # the same tokens at another position have different KV
 
 
-def test_the_same_middle_after_another_head_is_not_a_hit() -> None:
+def test_the_same_block_after_a_different_prefix_is_not_a_hit() -> None:
     forest = Forest()
     forest.put([0, 0, 0, 0, 5, 6, 7, 8])
     assert forest.match([1, 1, 1, 1, 5, 6, 7, 8]) == ([], None, 0, False)
 
 
-def test_part_of_a_full_block_is_a_hit_to_copy() -> None:
+def test_a_partial_match_of_a_full_block_is_a_tail_hit() -> None:
     forest = Forest()
     forest.put(range(8))
     assert forest.match([0, 1, 2, 3, 4, 5, 99, 98]) == ([1], 2, 6, False)
@@ -185,7 +185,7 @@ def test_the_best_child_is_found_among_many() -> None:
     assert forest.match([7, 100]) == ([], 40, 1, False)
 
 
-def test_an_unheld_tail_that_matches_wholly_can_be_adopted() -> None:
+def test_a_free_tail_that_matches_completely_can_be_adopted() -> None:
     forest = Forest()
     forest.put(range(6))
     assert forest.match(range(8)) == ([1], 2, 6, True)
@@ -199,15 +199,15 @@ def test_a_tail_in_use_or_longer_than_the_match_cannot_be_adopted() -> None:
     assert forest.match([50, 51, 60, 61]) == ([], 3, 2, False)
 
 
-def test_of_equal_runs_the_tail_that_ends_there_is_preferred() -> None:
+def test_of_equal_matches_a_tail_that_ends_there_is_preferred() -> None:
     forest = Forest()
-    short = forest.put([1, 2], held=True)[0]  # held, so the longer one does not supersede it
+    short = forest.put([1, 2], held=True)[0]  # held, so the longer tail does not supersede it
     forest.put([1, 2, 3])
     short.ref_count = 0
     assert forest.match([1, 2, 9, 9]) == ([], 1, 2, True)
 
 
-def test_a_tail_the_tree_has_already_is_not_kept_twice() -> None:
+def test_a_tail_that_the_tree_contains_is_not_inserted_again() -> None:
     forest = Forest()
     forest.put([1, 2, 3])
     again = forest.put([1, 2, 3])[0]
@@ -224,7 +224,7 @@ def test_a_longer_tail_supersedes_the_one_it_contains() -> None:
     assert forest.match([1, 2, 3, 4]) == ([], 2, 3, True)
 
 
-def test_salts_do_not_see_each_other() -> None:
+def test_different_salts_share_nothing() -> None:
     forest = Forest()
     forest.put(range(8), salt="a")
     assert forest.match(range(8), salt="b") == ([], None, 0, False)
@@ -232,7 +232,7 @@ def test_salts_do_not_see_each_other() -> None:
 
 
 def test_a_collision_is_a_miss_and_is_not_published() -> None:
-    """With a digest that maps everything to one key, the token compare is all that stands."""
+    """With a digest that maps everything to one key, only the comparison of tokens prevents a false hit."""
     tree = PrefixTree(2, digest=lambda _parent, _tokens: b"same")
     mine, other = KVCacheBlock(1), KVCacheBlock(2)
     root = tree.root("")
@@ -247,7 +247,7 @@ def test_a_collision_is_a_miss_and_is_not_published() -> None:
 # Twins and removal
 
 
-def test_a_twin_stands_in_and_what_follows_stays() -> None:
+def test_a_twin_replaces_a_removed_block_and_its_children_stay() -> None:
     forest = Forest()
     forest.put(range(8), held=True)
     twins = forest.put(range(4), held=True)
@@ -256,7 +256,7 @@ def test_a_twin_stands_in_and_what_follows_stays() -> None:
     assert forest.match(range(8)) == ([twins[0].block_id, 2], None, 8, False)
 
 
-def test_a_position_dies_with_its_last_twin_and_takes_its_descendants_along() -> None:
+def test_removing_the_last_twin_removes_all_descendants() -> None:
     forest = Forest()
     first = forest.put(range(14), held=True)
     twin = forest.put(range(4), held=True)[0]
@@ -268,7 +268,7 @@ def test_a_position_dies_with_its_last_twin_and_takes_its_descendants_along() ->
     assert list(forest.tree.positions()) == []
 
 
-def test_a_twin_takes_the_place_of_content_nobody_holds() -> None:
+def test_a_new_twin_replaces_a_free_block() -> None:
     forest = Forest()
     old = forest.put(range(8))
     new = forest.put(range(4), held=True)[0]
@@ -276,7 +276,7 @@ def test_a_twin_takes_the_place_of_content_nobody_holds() -> None:
     assert forest.match(range(8)) == ([new.block_id, 2], None, 8, False)
 
 
-def test_removing_a_twin_leaves_the_standing_block() -> None:
+def test_removing_a_twin_leaves_the_indexed_block() -> None:
     forest = Forest()
     forest.put(range(4), held=True)
     twin = forest.put(range(4), held=True)[0]
@@ -285,7 +285,7 @@ def test_removing_a_twin_leaves_the_standing_block() -> None:
     assert not twin.is_published
 
 
-def test_content_that_stands_twice_is_redundant() -> None:
+def test_a_block_with_a_twin_is_redundant() -> None:
     forest = Forest()
     first = forest.put(range(6), held=True)
     assert not any(forest.tree.is_redundant(block) for block in first)
@@ -293,7 +293,7 @@ def test_content_that_stands_twice_is_redundant() -> None:
     assert [forest.tree.is_redundant(block) for block in (first[0], twin, first[1])] == [True, True, False]
 
 
-def test_descendants_of_an_evicted_position_are_remembered_as_evicted() -> None:
+def test_descendants_of_an_evicted_block_are_explained_as_evicted() -> None:
     forest = Forest()
     first = forest.put(range(12))
     forest.tree.remove(first[0])
@@ -301,7 +301,7 @@ def test_descendants_of_an_evicted_position_are_remembered_as_evicted() -> None:
     assert forest.explain(range(13)) == (4, StopReason.EVICTED)
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_removes_everything() -> None:
     forest = Forest()
     forest.put(range(10))
     forest.put(range(10))
@@ -329,7 +329,7 @@ def test_explain_diverged_inside_and_at_the_edge_of_a_block() -> None:
     assert forest.explain([0, 1, 77, 78, 79]) == (2, StopReason.DIVERGED)
 
 
-def test_explain_evicted_while_the_ghost_is_remembered() -> None:
+def test_explain_evicted_while_the_key_is_stored() -> None:
     forest = Forest(max_ghosts=2)
     blocks = forest.put(range(8))
     key = blocks[1].key
@@ -338,7 +338,7 @@ def test_explain_evicted_while_the_ghost_is_remembered() -> None:
     forest.tree.remember(key)
     assert forest.explain(range(9)) == (4, StopReason.EVICTED)
     forest.tree.remember(b"1")
-    forest.tree.remember(b"2")  # two younger ghosts, and the list is full
+    forest.tree.remember(b"2")  # two newer keys fill the list
     assert forest.explain(range(9)) == (4, StopReason.NOT_FOUND)
 
 
@@ -360,10 +360,10 @@ def test_explain_not_found() -> None:
     forest = Forest()
     forest.put(range(8))
     assert forest.explain(range(50, 60)) == (0, StopReason.NOT_FOUND)
-    assert forest.explain(range(20)) == (8, StopReason.NOT_FOUND)  # cached that far, and nothing goes on
+    assert forest.explain(range(20)) == (8, StopReason.NOT_FOUND)  # cached up to here, and no content follows
 
 
-def test_explain_never_tells_of_another_salt() -> None:
+def test_explain_reveals_nothing_about_another_salt() -> None:
     forest = Forest()
     blocks = forest.put(range(8), salt="a")
     assert blocks[1].key is not None

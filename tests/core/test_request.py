@@ -1,3 +1,5 @@
+"""Tests of requests, sampling parameters and packed prompts."""
+
 from typing import Any
 
 import pytest
@@ -43,7 +45,7 @@ NAN, INF = float("nan"), float("inf")
         ("stop_token_ids", ("x",)),
     ],
 )
-def test_bad_sampling_values_are_refused_by_field_and_value(field: str, value: Any) -> None:
+def test_errors_name_the_sampling_field_and_value(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"{field}.* = "):
         SamplingParams(**{field: value})
 
@@ -58,7 +60,7 @@ def test_defaults_are_plain_sampling() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5, "7", None])
-def test_bad_tokens_are_refused_by_position_and_value(token: Any) -> None:
+def test_errors_name_the_token_position_and_value(token: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\[2\] = .* is not a token id"):
         Request(1, [1, 2, token, 4])
 
@@ -81,23 +83,23 @@ def test_a_prompt_is_packed_once() -> None:
     request = Request(1, packed)
     assert (request.tokens, request.num_prompt_tokens) == (Request(2, [1, MAX_TOKEN_ID, 3]).tokens, 3)
     request.tokens.append(4)
-    assert packed.tokens.tolist() == [1, MAX_TOKEN_ID, 3]  # what a request adds is its own
+    assert packed.tokens.tolist() == [1, MAX_TOKEN_ID, 3]  # a request has its own copy
 
 
 @pytest.mark.parametrize("tokens", [[1, -1], [1, MAX_TOKEN_ID + 1], [1, True], [1, 2.0], "12", None, iter([1])])
-def test_what_is_no_prompt_cannot_be_packed(tokens: Any) -> None:
+def test_invalid_prompts_cannot_be_packed(tokens: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt(\[\d\])? = .* is not a"):
         PackedPrompt.of(tokens)
 
 
-def test_words_are_copied_not_checked() -> None:
+def test_packed_words_are_copied_without_a_check() -> None:
     words = check_tokens("prompt", [1, 2])
     again = check_tokens("prompt", words)
     assert again == words
     assert again is not words
 
 
-def test_siblings_draw_their_own_numbers_for_the_same_prompt() -> None:
+def test_siblings_have_the_same_prompt_and_different_sample_indices() -> None:
     first = Request(1, [1, 2, 3], SamplingParams(seed=7), priority=Priority.LOW, salt="s")
     first.tokens.append(9)
     second = first.sibling(2, 1)
@@ -106,7 +108,7 @@ def test_siblings_draw_their_own_numbers_for_the_same_prompt() -> None:
     assert second.parent is first
 
 
-def test_a_branch_goes_on_from_the_answer() -> None:
+def test_a_branch_continues_from_the_output() -> None:
     first = Request(1, [1, 2, 3])
     first.tokens.append(9)
     branch = first.branch(2, SamplingParams(seed=1))

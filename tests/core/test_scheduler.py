@@ -1,4 +1,4 @@
-"""Plans, exactly: who is in each step, with how much, and who had to stand back. Blocks have 4 tokens."""
+"""Tests of exact plans: requests, token counts and preemptions in each step. Blocks have 4 tokens."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_requests_join_and_leave_between_any_two_tokens() -> None:
     assert [event.reason for event in rig.happened(Finished)] == [FinishReason.LENGTH] * 2
 
 
-def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
+def test_a_long_prompt_is_chunked_while_decodes_continue() -> None:
     rig = Rig(max_num_batched_tokens=16, max_chunk_tokens=10, max_num_seqs=4)
     rig.add(1, range(4), max_tokens=20)
     rig.step()
     rig.add(2, range(100, 130))
-    assert shape(rig.step()) == [(1, 4, 1), (2, 0, 10)]  # the chunk cap
+    assert shape(rig.step()) == [(1, 4, 1), (2, 0, 10)]  # max_chunk_tokens
     rig.add(3, range(200, 230))
     assert shape(rig.step()) == [(1, 5, 1), (2, 10, 10), (3, 0, 5)]  # 16 tokens in all
     plan = rig.step()
@@ -52,7 +52,7 @@ def test_a_long_prompt_is_chunked_and_decodes_go_on_beside_it() -> None:
     assert plan.num_tokens == 16
 
 
-def test_every_decode_has_its_token_however_small_the_budget() -> None:
+def test_every_decode_gets_its_token_with_a_small_budget() -> None:
     rig = Rig(max_num_batched_tokens=4, max_num_seqs=4)
     for request_id in range(3):
         rig.add(request_id, [request_id], max_tokens=50)
@@ -64,7 +64,7 @@ def test_every_decode_has_its_token_however_small_the_budget() -> None:
         assert plan.num_tokens == 4
 
 
-def test_slots_are_rows_held_from_admission_to_release() -> None:
+def test_a_batch_index_is_held_from_admission_to_release() -> None:
     rig = Rig(max_num_seqs=2)
     rig.add(1, [1], max_tokens=1)
     rig.add(2, [2], max_tokens=3)
@@ -76,7 +76,7 @@ def test_slots_are_rows_held_from_admission_to_release() -> None:
     assert second.released == (0,)
 
 
-def test_one_pass_merges_waiting_and_running_by_key() -> None:
+def test_waiting_and_running_requests_are_merged_by_key() -> None:
     rig = Rig(max_num_batched_tokens=9, max_chunk_tokens=9, max_num_seqs=4, policy=Aging(patience_s=10))
     rig.add(1, range(100, 130), priority=Priority.LOW)
     rig.step()
@@ -92,14 +92,14 @@ def test_the_next_step_is_planned_before_the_last_token_is_known() -> None:
     request = rig.add(1, range(5), max_tokens=4)
     first = rig.launch()
     second = rig.launch()
-    assert second.slices[0].tokens == ()  # "your own last sample"
+    assert second.slices[0].tokens == ()  # the runner uses its last sample
     assert shape(second) == [(1, 5, 1)]
     rig.land(first)
     third = rig.launch()
     rig.land(second)
     fourth = rig.launch()
     rig.land(third)
-    assert rig.launch().is_empty  # four samples are on their way: counted, not waited for
+    assert rig.launch().is_empty  # all four samples are committed or in flight
     rig.land(fourth)
     assert request.finish_reason is FinishReason.LENGTH
     assert rig.happened(StaleResultDropped) == []
@@ -118,7 +118,7 @@ def test_at_most_two_plans_are_in_flight_and_they_are_committed_in_order() -> No
         rig.scheduler.commit(first, StepResult(()))
 
 
-def test_a_stop_token_makes_the_step_behind_it_stale() -> None:
+def test_a_stop_token_makes_the_next_step_in_flight_stale() -> None:
     rig = Rig()
     request = Request(1, range(5), SamplingParams(stop_token_ids=(7,)))
     rig.scheduler.add(request, 0)
@@ -132,7 +132,7 @@ def test_a_stop_token_makes_the_step_behind_it_stale() -> None:
     check_scheduler(rig.scheduler)
 
 
-def test_a_late_result_is_not_given_to_the_slots_new_owner() -> None:
+def test_a_late_result_is_not_given_to_the_new_owner_of_the_batch_index() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add(1, range(5))
     first = rig.launch()
@@ -146,7 +146,7 @@ def test_a_late_result_is_not_given_to_the_slots_new_owner() -> None:
     assert second.output == run_alone(range(50, 55), second.sampling, 3, block_size=4, vocab_size=1000)
 
 
-def test_min_tokens_hold_back_a_stop() -> None:
+def test_a_stop_token_before_min_tokens_is_ignored() -> None:
     rig = Rig()
     request = Request(1, range(5), SamplingParams(stop_token_ids=(7,), min_tokens=2))
     rig.scheduler.add(request, 0)
@@ -171,7 +171,7 @@ def test_eight_siblings_of_one_new_prompt_cost_one_prefill() -> None:
     assert computed == 1000 + 7 * 1 + 8 * 3  # one prefill, one token for each sibling, and the decodes
     assert len(rig.happened(PrefixWaited)) == 7
     assert [event.num_tokens for event in rig.happened(PrefixHitFound)] == [999] * 7
-    assert len({tuple(sibling.output) for sibling in siblings}) == 1  # and hit or miss, the answer is the same
+    assert len({tuple(sibling.output) for sibling in siblings}) == 1  # the answer does not depend on a cache hit
 
 
 def test_siblings_share_blocks_while_they_run() -> None:
@@ -184,7 +184,7 @@ def test_siblings_share_blocks_while_they_run() -> None:
     assert len({request.block_table[2] for request in requests}) == 3
 
 
-def test_a_waiter_does_not_hold_up_those_behind_it() -> None:
+def test_a_prefix_waiter_does_not_block_later_requests() -> None:
     rig = Rig(max_chunk_tokens=8)
     rig.add(1, range(30))
     rig.add(2, range(30))
@@ -192,13 +192,13 @@ def test_a_waiter_does_not_hold_up_those_behind_it() -> None:
     assert shape(rig.step()) == [(1, 0, 8), (3, 0, 4)]
 
 
-def test_a_waiter_goes_on_alone_when_the_owner_is_cancelled() -> None:
+def test_a_prefix_waiter_starts_when_the_owner_is_cancelled() -> None:
     rig = Rig(max_chunk_tokens=8)
     rig.add(1, range(30))
     rig.add(2, range(30))
     rig.step()
     rig.scheduler.cancel(1)
-    assert shape(rig.step()) == [(2, 8, 8)]  # it even keeps what the owner had computed
+    assert shape(rig.step()) == [(2, 8, 8)]  # reuses the blocks that the owner computed
 
 
 def test_high_does_not_wait_for_the_prefix_of_low() -> None:
@@ -211,7 +211,7 @@ def test_high_does_not_wait_for_the_prefix_of_low() -> None:
     assert rig.cache.stats().num_twins > 0
 
 
-def test_n_samples_share_the_prompt_and_draw_their_own_tokens() -> None:
+def test_n_samples_share_the_prompt_and_have_different_outputs() -> None:
     rig = Rig()
     first = rig.add(1, range(10), max_tokens=6)
     samples = [first, first.sibling(2, 1), first.sibling(3, 2)]
@@ -225,7 +225,7 @@ def test_n_samples_share_the_prompt_and_draw_their_own_tokens() -> None:
         assert sample.output == run_alone(range(10), sample.sampling, 6, block_size=4, vocab_size=1000)
 
 
-def test_n_samples_wait_for_a_prompt_in_chunks() -> None:
+def test_n_samples_wait_for_a_chunked_prompt() -> None:
     rig = Rig(max_chunk_tokens=3)
     first = rig.add(1, range(20), max_tokens=1)
     rig.scheduler.add(first.sibling(2, 1), 0)
@@ -245,7 +245,7 @@ def test_prompt_logprobs_are_computed_in_full_even_for_a_sibling() -> None:
     assert shape(rig.step()) == [(1, 10, 1), (2, 0, 10)]
 
 
-def test_explain_knows_when_the_cache_is_off_for_a_request() -> None:
+def test_explain_reports_off_for_a_request_that_skips_the_cache() -> None:
     rig = Rig()
     rig.add(1, range(10))
     rig.run()
@@ -254,7 +254,7 @@ def test_explain_knows_when_the_cache_is_off_for_a_request() -> None:
     assert rig.scheduler.explain(Request(9, range(10))).reason is StopReason.COMPLETE
 
 
-def test_a_branch_goes_on_from_a_running_answer_with_one_copy() -> None:
+def test_a_branch_continues_a_running_request_with_one_copy() -> None:
     rig = Rig()
     parent = rig.add(1, range(6), max_tokens=20)
     for _ in range(4):
@@ -270,16 +270,16 @@ def test_a_branch_goes_on_from_a_running_answer_with_one_copy() -> None:
     assert branch.output == run_alone(known, branch.sampling, 4, block_size=4, vocab_size=1000)
 
 
-def test_usage_counts_the_first_admissions_hit_exactly() -> None:
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
     rig = Rig()
     rig.add(1, range(10), max_tokens=1)
     rig.run()
     again = rig.add(2, range(14), max_tokens=1)
     rig.run()
     assert again.num_cached_tokens == 10
-    story = again.cache_explanation
-    assert story is not None
-    assert (story.num_tokens, story.reason) == (10, StopReason.NOT_FOUND)  # as it was when it began
+    explanation = again.cache_explanation
+    assert explanation is not None
+    assert (explanation.num_tokens, explanation.reason) == (10, StopReason.NOT_FOUND)  # at admission
     assert rig.happened(Finished)[-1].num_cached_tokens == 10
 
 
@@ -288,16 +288,16 @@ def test_explain_sees_prefixes_in_flight_and_changes_nothing() -> None:
     rig.add(1, range(30))
     rig.step()
     probe = Request(99, range(30))
-    story = rig.scheduler.explain(probe)
-    assert (story.num_tokens, story.num_blocks, story.stopped_at, story.reason) == (8, 2, 8, StopReason.IN_FLIGHT)
+    found = rig.scheduler.explain(probe)
+    assert (found.num_tokens, found.num_blocks, found.stopped_at, found.reason) == (8, 2, 8, StopReason.IN_FLIGHT)
     assert rig.scheduler.explain(Request(99, range(30), salt="other")).reason is StopReason.NOT_FOUND
     assert probe.state is RequestState.NEW
 
 
-# When memory or places run out
+# Memory or batch rows run out
 
 
-def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -> None:
+def test_the_least_urgent_request_is_preempted_and_its_output_is_unchanged() -> None:
     rig = Rig(num_blocks=7, max_num_seqs=2)  # 6 blocks
     first = rig.add(1, range(8), max_tokens=12)
     second = rig.add(2, range(100, 108), max_tokens=12)
@@ -308,7 +308,7 @@ def test_running_requests_preempt_from_the_back_and_the_victim_loses_nothing() -
     for request, prompt in ((first, range(8)), (second, range(100, 108))):
         assert request.output == run_alone(prompt, request.sampling, 12, block_size=4, vocab_size=1000)
     streamed = [token for update in rig.updates if update.request_id == 2 for token in update.tokens]
-    assert streamed == second.output  # the client saw every token once
+    assert streamed == second.output  # each token was streamed once
 
 
 def test_a_resumed_request_finds_its_own_blocks_again() -> None:
@@ -320,20 +320,20 @@ def test_a_resumed_request_finds_its_own_blocks_again() -> None:
     rig.step()
     assert low.num_preemptions == 1
     plan = rig.step()
-    assert shape(plan) == [(1, 21, 1)]  # 21 computed before, all still there; the last token is computed anew
+    assert shape(plan) == [(1, 21, 1)]  # 21 tokens are still cached; the last token is computed
     assert rig.happened(Admitted)[-1].is_resumed
 
 
-def test_waiting_high_preempts_running_low_for_a_slot_and_for_blocks() -> None:
+def test_waiting_high_preempts_running_low_for_a_batch_row_and_for_blocks() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=2)  # 8 blocks
     rig.add(1, range(16), priority=Priority.LOW, max_tokens=30)
     rig.step()
-    rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=2)  # needs 6 of the 4 that are free
+    rig.add(2, range(100, 124), priority=Priority.HIGH, max_tokens=2)  # needs 6 blocks, 4 are free
     assert shape(rig.step()) == [(2, 0, 24)]
     assert rig.happened(Preempted) == [Preempted(1, Priority.LOW, by_request_id=2, num_computed=16)]
 
 
-def test_equal_tiers_never_preempt_each_other_to_begin() -> None:
+def test_a_waiting_request_does_not_preempt_its_own_tier() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=1)
     rig.add(1, range(16), max_tokens=4)
     rig.step()
@@ -342,22 +342,22 @@ def test_equal_tiers_never_preempt_each_other_to_begin() -> None:
     assert rig.happened(Preempted) == []
 
 
-def test_low_is_left_alone_when_preempting_it_would_not_be_enough() -> None:
+def test_low_is_not_preempted_if_that_would_not_free_enough() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=3)
     rig.add(1, range(16), priority=Priority.HIGH, max_tokens=4)
     rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=4)
     rig.step()
-    rig.add(3, range(200, 224), priority=Priority.HIGH)  # 6 blocks; 1 keeps 5 of 8
+    rig.add(3, range(200, 224), priority=Priority.HIGH)  # needs 6 blocks; request 1 keeps 5 of 8
     rig.step()
     assert rig.happened(Preempted) == []
 
 
-def test_a_head_that_does_not_fit_stops_admission_behind_it() -> None:
+def test_later_requests_do_not_overtake_a_head_that_does_not_fit() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=4)
     rig.add(1, range(16), max_tokens=8)
     rig.step()
-    rig.add(2, range(100, 124))  # does not fit beside 1
-    rig.add(3, range(200, 203))  # would
+    rig.add(2, range(100, 124))  # does not fit next to 1
+    rig.add(3, range(200, 203))  # would fit
     assert shape(rig.step()) == [(1, 16, 1)]
 
 
@@ -365,30 +365,30 @@ def test_an_admission_leaves_a_block_for_each_running_request() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=4)  # 8 blocks
     rig.add(1, range(16), priority=Priority.NORMAL, max_tokens=8)
     rig.step()
-    rig.add(2, range(100, 116), priority=Priority.HIGH)  # 4 blocks, and 4 are free: none would be left for 1
+    rig.add(2, range(100, 116), priority=Priority.HIGH)  # needs all 4 free blocks: none would be left for 1
     rig.step()
-    assert [request.request_id for request in rig.scheduler.running] == [2]  # so it takes the place of 1
+    assert [request.request_id for request in rig.scheduler.running] == [2]  # so it preempts 1
     assert [event.request_id for event in rig.happened(Preempted)] == [1]
     rig = Rig(num_blocks=10, max_num_seqs=4)
     rig.add(1, range(16), max_tokens=8)
     rig.step()
     rig.add(2, range(100, 116), priority=Priority.HIGH)
-    assert shape(rig.step()) == [(2, 0, 16), (1, 16, 1)]  # with one block more both run
+    assert shape(rig.step()) == [(2, 0, 16), (1, 16, 1)]  # with one more block, both run
 
 
-def test_nothing_ordinary_is_admitted_in_a_step_that_preempted() -> None:
+def test_a_step_that_preempted_admits_only_requests_that_may_preempt_the_victims() -> None:
     rig = Rig(num_blocks=17, max_num_seqs=2, policy=Aging())  # 16 blocks
     rig.add(1, range(28), max_tokens=20)
     rig.add(2, range(100, 128), max_tokens=20)
     rig.step()
     rig.add(3, [7, 8], priority=Priority.LOW)
     rig.now_ns += 15 * NS
-    rig.add(4, range(200, 244), priority=Priority.HIGH, max_tokens=20)  # takes the place of both
-    assert shape(rig.step()) == [(4, 0, 44)]  # and 3, though it is next and fits, is not what they were preempted for
+    rig.add(4, range(200, 244), priority=Priority.HIGH, max_tokens=20)  # preempts both
+    assert shape(rig.step()) == [(4, 0, 44)]  # 3 is next and would fit, but it may not preempt the victims
     assert [event.request_id for event in rig.happened(Preempted)] == [2, 1]
 
 
-def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
+def test_later_requests_of_a_tier_do_not_overtake_a_preempted_one() -> None:
     rig = Rig(max_num_seqs=1)
     low = rig.add(1, range(8), priority=Priority.LOW, max_tokens=20)
     rig.step()
@@ -400,7 +400,7 @@ def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
     assert shape(rig.step())[0][0] == 1
 
 
-def test_a_prefix_waiter_is_left_a_slot() -> None:
+def test_a_batch_row_is_left_for_a_prefix_waiter() -> None:
     rig = Rig(max_num_seqs=4, max_chunk_tokens=8, num_blocks=200)
     rig.add(1, range(60), max_tokens=100)
     sibling = rig.add(2, range(60), max_tokens=100)
@@ -414,12 +414,12 @@ def test_a_prefix_waiter_is_left_a_slot() -> None:
     assert sibling.waited_ns < NS // 5
 
 
-def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:
-    """Preempting the parent would take away the very blocks it was preempted for."""
+def test_a_child_that_may_preempt_its_parent_does_not_share_its_blocks() -> None:
+    """Preempting the parent would release the blocks that the child wants to share."""
     rig = Rig(num_blocks=17, max_num_seqs=4)  # 16 blocks
     parent = rig.add(1, range(30), priority=Priority.LOW, max_tokens=20)
     rig.step()
-    rig.cache.clear()  # only the parent's table knows its blocks now
+    rig.cache.clear()  # the blocks are now only in the parent's table
     child = parent.branch(2, SamplingParams(max_tokens=4))
     child.priority = Priority.HIGH
     rig.scheduler.add(child, 0)
@@ -429,7 +429,7 @@ def test_a_child_more_urgent_than_its_parent_does_not_build_on_it() -> None:
     assert child.finish_reason is not None
 
 
-def test_high_preempts_though_every_token_of_the_budget_is_reserved() -> None:
+def test_high_preempts_although_the_whole_budget_is_reserved() -> None:
     rig = Rig(max_num_seqs=2, max_num_batched_tokens=2, max_chunk_tokens=8)
     for request_id in (1, 2):
         rig.add(request_id, [request_id], priority=Priority.LOW, max_tokens=30)
@@ -438,7 +438,7 @@ def test_high_preempts_though_every_token_of_the_budget_is_reserved() -> None:
     assert 3 in [piece.request_id for piece in rig.step().slices]
 
 
-def test_a_request_that_needs_the_pinned_half_does_not_wait_for_an_empty_machine() -> None:
+def test_a_request_that_needs_pinned_blocks_does_not_wait_for_running_requests() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=8)  # 32 blocks, 16 pinned
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
@@ -450,7 +450,7 @@ def test_a_request_that_needs_the_pinned_half_does_not_wait_for_an_empty_machine
     assert len(rig.happened(PinYielded)) == 1
 
 
-def test_a_slot_that_must_be_freed_anyway_may_spare_the_pins() -> None:
+def test_pins_are_kept_if_freeing_a_batch_row_frees_enough_blocks() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=1)
     rig.add(0, range(900, 964), max_tokens=1)
     rig.run()
@@ -463,7 +463,7 @@ def test_a_slot_that_must_be_freed_anyway_may_spare_the_pins() -> None:
     assert rig.happened(PinYielded) == []
 
 
-def test_nobody_waits_for_a_prefix_that_will_not_be_published() -> None:
+def test_a_request_does_not_wait_for_a_prefix_that_will_not_be_published() -> None:
     rig = Rig(max_chunk_tokens=8)
     rig.add(1, range(60))
     rig.step()
@@ -472,7 +472,7 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_published() -> None:
     assert 2 in [piece.request_id for piece in rig.step().slices]
 
 
-def test_usage_tells_of_the_first_admission_only() -> None:
+def test_own_blocks_found_after_a_preemption_are_not_cached_tokens() -> None:
     rig = Rig(max_num_seqs=1)
     low = rig.add(1, range(20), priority=Priority.LOW)
     rig.step()
@@ -481,7 +481,7 @@ def test_usage_tells_of_the_first_admission_only() -> None:
     assert (low.num_preemptions, low.num_cached_tokens) == (1, 0)
 
 
-def test_budget_is_not_given_to_what_is_in_flight() -> None:
+def test_tokens_in_flight_take_no_budget() -> None:
     rig = Rig(max_num_batched_tokens=20, max_chunk_tokens=20, max_num_seqs=4)
     rig.add(1, range(18), max_tokens=4)
     rig.launch()
@@ -489,7 +489,7 @@ def test_budget_is_not_given_to_what_is_in_flight() -> None:
     assert shape(rig.launch()) == [(1, 18, 1), (2, 0, 19)]
 
 
-def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:
+def test_pins_and_low_are_kept_if_dropping_them_would_not_free_enough() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=4)  # 32 blocks
     rig.add(0, range(900, 908), max_tokens=1)
     rig.run()
@@ -497,14 +497,14 @@ def test_neither_pins_nor_low_go_when_it_would_not_be_enough() -> None:
     rig.add(1, range(80), max_tokens=20)
     rig.add(2, range(100, 104), priority=Priority.LOW, max_tokens=20)
     rig.step()
-    rig.add(3, range(200, 300))  # 25 blocks; 1 keeps 20 of 32, whoever else goes
+    rig.add(3, range(200, 300))  # needs 25 blocks; 1 keeps 20 of 32 in any case
     for _ in range(3):
         rig.step()
     assert rig.happened(PinYielded) == []
     assert rig.happened(Preempted) == []
 
 
-def test_preempting_the_holder_of_ones_own_prefix_frees_nothing() -> None:
+def test_a_victim_that_shares_the_hit_blocks_frees_nothing() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=4)  # 8 blocks
     rig.add(1, range(500, 507), priority=Priority.HIGH)
     rig.add(2, range(12), priority=Priority.LOW)
@@ -515,17 +515,17 @@ def test_preempting_the_holder_of_ones_own_prefix_frees_nothing() -> None:
     assert len(rig.scheduler.running) == 2
 
 
-def test_the_fewest_are_preempted_for_one_admission() -> None:
+def test_an_admission_preempts_as_few_requests_as_possible() -> None:
     rig = Rig(num_blocks=33, max_num_seqs=8)  # 32 blocks
     for request_id in range(5):
         rig.add(request_id, range(100 * request_id, 100 * request_id + 20), priority=Priority.LOW, max_tokens=20)
     rig.step()
-    rig.add(9, range(900, 940), priority=Priority.HIGH)  # 10 blocks, and a spare one for each who stays
+    rig.add(9, range(900, 940), priority=Priority.HIGH)  # 10 blocks, and one spare block per remaining request
     rig.step()
     assert [event.request_id for event in rig.happened(Preempted)] == [4, 3]
 
 
-def test_pins_yield_before_anyone_is_preempted() -> None:
+def test_pins_are_dropped_before_requests_are_preempted() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=2)
     rig.add(1, range(16), max_tokens=1)
     rig.run()
@@ -537,7 +537,7 @@ def test_pins_yield_before_anyone_is_preempted() -> None:
     assert rig.happened(Preempted) == []
 
 
-def test_a_pin_alone_never_keeps_a_request_out() -> None:
+def test_pins_alone_never_block_a_request() -> None:
     rig = Rig(num_blocks=9, max_num_seqs=2)
     rig.add(1, range(16), max_tokens=1)
     rig.run()
@@ -547,10 +547,10 @@ def test_a_pin_alone_never_keeps_a_request_out() -> None:
     assert rig.happened(PinYielded) == [PinYielded("system", (1, 2, 3, 4))]
 
 
-# Ends
+# End of requests
 
 
-def test_what_can_never_fit_is_refused_at_the_door() -> None:
+def test_a_prompt_that_cannot_fit_is_refused() -> None:
     rig = Rig(num_blocks=5)
     with pytest.raises(ContextTooLong, match="prompt of 16 tokens and one to generate exceed the context of 16 tokens"):
         rig.add(1, range(16))
@@ -560,14 +560,14 @@ def test_what_can_never_fit_is_refused_at_the_door() -> None:
     assert len(longest.tokens) == 16
 
 
-def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_context() -> None:
+def test_without_max_tokens_generation_continues_to_the_end_of_the_context() -> None:
     rig = Rig(num_blocks=5)
     request = rig.add(1, range(3), max_tokens=None)
     rig.run()
     assert (len(request.tokens), request.finish_reason) == (16, FinishReason.LENGTH)
 
 
-def test_a_full_queue_refuses_and_loses_nothing() -> None:
+def test_a_full_queue_refuses_new_requests_and_keeps_the_others() -> None:
     rig = Rig(max_waiting=1)
     rig.add(1, range(3))
     with pytest.raises(QueueFull):
@@ -576,7 +576,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
     assert rig.add(2, range(3)).state is RequestState.WAITING
 
 
-def test_ids_are_used_once() -> None:
+def test_an_id_in_use_is_refused() -> None:
     rig = Rig()
     request = rig.add(1, range(3))
     with pytest.raises(InvalidRequest, match="request_id = 1 is in use"):
@@ -598,7 +598,7 @@ def test_a_late_result_is_not_given_to_a_new_request_with_an_old_id() -> None:
     assert again.output == run_alone(range(50, 60), again.sampling, 3, block_size=4, vocab_size=1000)
 
 
-def test_cancel_frees_blocks_at_once_waiting_or_running() -> None:
+def test_cancel_frees_the_blocks_of_waiting_and_running_requests() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add(1, range(10))
     rig.add(2, range(50, 60))
@@ -611,13 +611,13 @@ def test_cancel_frees_blocks_at_once_waiting_or_running() -> None:
     assert [event.reason for event in rig.happened(Finished)] == [FinishReason.CANCELLED] * 2
 
 
-def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
+def test_finish_truncates_the_output_at_a_stop_string() -> None:
     rig = Rig()
     request = rig.add(1, range(10), max_tokens=20)
     for _ in range(6):
         rig.step()
     answered = request.output
-    with pytest.raises(InvalidRequest, match="num_output_tokens = 7 is more than the 6"):
+    with pytest.raises(InvalidRequest, match="num_output_tokens = 7 is not from 0 to 6"):
         rig.scheduler.finish(1, 7)
     assert rig.scheduler.finish(1, 4)
     assert request.output == answered[:4]
@@ -626,7 +626,7 @@ def test_finish_ends_an_answer_where_a_stop_string_began() -> None:
     assert not rig.scheduler.finish(1, 4)
 
 
-def test_drain_serves_what_is_here_and_takes_nothing_new() -> None:
+def test_drain_completes_current_requests_and_refuses_new_ones() -> None:
     rig = Rig(max_num_seqs=1)
     requests = [rig.add(1, range(3)), rig.add(2, range(3))]
     rig.scheduler.drain()
@@ -637,7 +637,7 @@ def test_drain_serves_what_is_here_and_takes_nothing_new() -> None:
     assert not rig.scheduler.has_work
 
 
-def test_time_never_runs_backwards_inside() -> None:
+def test_the_scheduler_time_never_decreases() -> None:
     rig = Rig(max_num_seqs=1)
     rig.now_ns = 5 * NS
     rig.add(1, range(3))
@@ -660,6 +660,6 @@ def test_impossible_limits_are_refused(options: dict[str, int], message: str) ->
         Scheduler(KVCacheManager(9, 4), Aging(), **options)  # type: ignore[arg-type]
 
 
-def test_the_context_is_clamped_to_the_pool() -> None:
+def test_max_model_len_is_limited_by_the_pool() -> None:
     assert Scheduler(KVCacheManager(9, 4), Aging(), max_model_len=10_000).max_model_len == 32
     assert Scheduler(KVCacheManager(9, 4), Aging(), max_model_len=20).max_model_len == 20

@@ -1,4 +1,4 @@
-"""Virtual time between tenants, and the queue ordered by it."""
+"""Tests of the virtual time of tenants, and of the queue ordered by it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_an_idle_tenant_starts_at_the_floor_and_gets_no_credit_for_the_past() ->
     clock.end_step()
     clock.charge("b", 10)
     clock.end_step()
-    clock.arrive("a")  # it waits, has had less meanwhile, and keeps that
+    clock.arrive("a")  # it had requests all the time, so it keeps its lower time
     assert (clock.time("a"), clock.time("b")) == (100, 230)
     clock.leave("a")
     clock.leave("a")
-    clock.arrive("a")  # it was gone, and does not keep it
+    clock.arrive("a")  # it was idle, so it starts at the floor
     assert (clock.time("a"), clock.time("b")) == (220, 230)
 
 
-def test_a_step_in_which_everyone_has_what_it_wants_makes_all_tenants_equal() -> None:
+def test_a_step_in_which_the_tier_is_not_short_makes_all_tenants_equal() -> None:
     clock = TenantClock()
-    for _ in range(1_000):  # ten streams beside two, with places to spare
+    for _ in range(1_000):  # ten streams and two streams, with free capacity
         clock.charge("many", 10)
         clock.charge("one", 2)
         clock.end_step(is_short=False)
@@ -58,7 +58,7 @@ def test_the_floor_is_the_lowest_time_served() -> None:
     assert (clock.time("b"), clock.time("c")) == (1, 0)
 
 
-def test_tenants_that_are_gone_are_forgotten() -> None:
+def test_idle_tenants_are_removed() -> None:
     clock = TenantClock()
     for number in range(100 * MIN_SWEEP):
         clock.arrive(f"tenant {number}")
@@ -70,7 +70,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
     assert len(clock._times) <= 2 * MIN_SWEEP
 
 
-def test_the_tenant_served_least_is_first_and_its_requests_go_by_arrival() -> None:
+def test_the_tenant_served_least_is_first_and_its_requests_are_in_order_of_arrival() -> None:
     clock = TenantClock()
     lane = TenantLane(clock)
     for number, tenant in enumerate("aaabbc"):
@@ -85,7 +85,7 @@ def test_the_tenant_served_least_is_first_and_its_requests_go_by_arrival() -> No
     assert order == [("a", 0), ("b", 3), ("c", 5), ("a", 1), ("b", 4), ("a", 2)]
 
 
-def test_any_order_of_calls_gives_the_least_served_tenant() -> None:
+def test_the_least_served_tenant_is_first_after_any_order_of_calls() -> None:
     random = Random(3)
     clock = TenantClock()
     lane = TenantLane(clock)
@@ -95,7 +95,7 @@ def test_any_order_of_calls_gives_the_least_served_tenant() -> None:
             gone = random.choice(waiting)
             waiting.remove(gone)
             lane.remove(gone)
-            if random.random() < 0.1:  # preempted and back
+            if random.random() < 0.1:  # preempted and queued again
                 waiting.append(gone)
                 lane.push(gone)
         else:
@@ -112,7 +112,7 @@ def test_any_order_of_calls_gives_the_least_served_tenant() -> None:
             assert first.sequence == min(one.sequence for one in waiting if one.tenant == first.tenant)
 
 
-def test_one_tenant_with_a_thousand_requests_delays_another_by_its_own_share_only() -> None:
+def test_a_tenant_with_a_thousand_requests_does_not_delay_a_new_tenant() -> None:
     clock = TenantClock()
     lane = TenantLane(clock)
     for number in range(1_000):

@@ -1,3 +1,5 @@
+"""Tests of the waiting queue."""
+
 from random import Random
 
 import pytest
@@ -9,7 +11,7 @@ from quire.errors import InvalidRequest, QueueFull
 from tests.core.helpers import NS, make_request
 
 
-def test_order_is_by_key_across_tiers_and_by_arrival_within_one_through_any_cancels() -> None:
+def test_order_is_by_key_across_tiers_and_by_arrival_within_a_tier() -> None:
     random = Random(5)
     policy = Aging(patience_s=2)
     queue = WaitingQueue(policy.make_lane, max_requests=10_000)
@@ -37,22 +39,22 @@ def test_order_is_by_key_across_tiers_and_by_arrival_within_one_through_any_canc
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 
-def test_a_preempted_request_is_not_passed_by_later_ones_of_its_tier() -> None:
+def test_later_requests_of_a_tier_do_not_overtake_a_preempted_one() -> None:
     queue = WaitingQueue(Aging(patience_s=10).make_lane, max_requests=10)
     old, young, high = (make_request(request_id, 1) for request_id in (1, 2, 3))
     for request in (old, young, high):
         request.sequence = request.request_id
-    old.enqueued_ns = 100 * NS  # came back after a long run
+    old.enqueued_ns = 100 * NS  # preempted after a long run
     young.enqueued_ns = 50 * NS
     high.enqueued_ns, high.priority = 55 * NS, Priority.HIGH
     for request in (young, old):
         queue.push(request)
-    assert queue.head() == ((60 * NS, 2), old)  # first, and as early as the other would be
+    assert queue.head() == ((60 * NS, 2), old)  # the older request, with the smaller key of the younger one
     queue.push(high)
     assert queue.head() == ((55 * NS, 3), high)
 
 
-def test_cancelled_entries_do_not_pile_up() -> None:
+def test_cancelled_entries_are_removed_from_the_heaps() -> None:
     queue = WaitingQueue(Aging().make_lane, max_requests=10)
     first = make_request(0, 1)
     queue.push(first)
@@ -70,17 +72,17 @@ def test_cancelled_entries_do_not_pile_up() -> None:
     assert head[1] is first
 
 
-def test_the_bound_is_for_arrivals() -> None:
+def test_the_limit_applies_to_arrivals_only() -> None:
     queue = WaitingQueue(Aging().make_lane, max_requests=1)
     queue.check_room()
     queue.push(make_request(1, 3))
-    with pytest.raises(QueueFull, match="1 requests wait already"):
+    with pytest.raises(QueueFull, match="1 requests are waiting"):
         queue.check_room()
-    queue.push(make_request(2, 3))  # preempted work always finds its way back
+    queue.push(make_request(2, 3))  # a preempted request is always queued
     assert len(queue) == 2
     assert queue.num_tokens == 6
 
 
-def test_a_queue_without_room_is_refused() -> None:
+def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_requests = 0"):
         WaitingQueue(Aging().make_lane, max_requests=0)

@@ -11,7 +11,7 @@ from tests.sim.runs import FOUND, Failure, report, run_worlds
 
 
 def parse_seeds(text: str) -> range:
-    """`2000` is that many worlds, `@77` is world 77, `100:200` a range."""
+    """`2000`: that many worlds; `@77`: world 77; `100:200`: a range."""
     try:
         if text.startswith("@"):
             seeds = range(int(text[1:]), int(text[1:]) + 1)

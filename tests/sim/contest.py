@@ -1,6 +1,7 @@
-"""Endless loads against the fair policy: tiers and tenants that always want more than there is, made from one seed.
+"""Permanent overload of the fair policy: tiers and tenants that always have waiting requests, generated from a seed.
 
-There is no runner: answers are as long as they may be, and their tokens mean nothing. What is checked is who is served.
+There is no runner: every answer has its maximum length, and all tokens are 1. The tests check how many tokens each tier
+and tenant gets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COSTS = (None, None, StepCost(1, 1_000), StepCost(5_000_000, 2_000_000), StepCos
 
 @dataclass(slots=True)
 class Load:
-    """Requests of one tenant. `num_waiting`: how many of them wait at any time; 0: one comes now and then."""
+    """Requests of one tenant. `num_waiting`: number of its waiting requests at any time; 0: added by the test."""
 
     priority: Priority
     tenant: str = ""
@@ -33,12 +34,12 @@ class Load:
 
 @dataclass(slots=True)
 class Arrival:
-    """What had been computed when a request came, and how many steps had been planned."""
+    """Counters at the arrival of a request: planned steps and computed tokens."""
 
     request: Request
     num_steps: int
     total: int
-    own: int  # of its tier
+    own: int  # tokens of its tier
 
 
 class Contest:
@@ -59,13 +60,12 @@ class Contest:
             max_chunk_tokens=random.choice((4, 16, 64)),
             observe=self._observe,
         )
-        self.drain_tokens = (
-            self.max_num_seqs * longest + self.max_num_batched_tokens
-        )  # until a place and its blocks are free
+        # Tokens computed until a batch row and its blocks are free
+        self.drain_tokens = self.max_num_seqs * longest + self.max_num_batched_tokens
         self.served: Counter[Priority] = Counter()
         self.served_tenants: Counter[tuple[Priority, str]] = Counter()
-        self.arrivals: dict[int, Arrival] = {}  # of requests that have not started
-        self.started: list[Arrival] = []  # with what was computed between arrival and start, in place of the counts
+        self.arrivals: dict[int, Arrival] = {}  # requests that have not started
+        self.started: list[Arrival] = []  # here the counters are the differences between arrival and start
         self.num_preemptions = 0
         self.num_steps = 0
         self.now_ns = 0
@@ -116,6 +116,6 @@ class Contest:
         return plan
 
     def lag(self, priority: Priority) -> float:
-        """How many tokens a tier is behind its guaranteed share."""
+        """Number of tokens by which a tier is below its guaranteed share."""
         share = self.fair.ledger.shares[priority] / UNITS
         return share * sum(self.served.values()) - self.served[priority]

@@ -1,16 +1,16 @@
-"""Bugs put in on purpose. Each is an edit of the core's source, and some test must notice it: they test the tests."""
+"""Mutants: bugs inserted on purpose, as edits of the core's source. A test must find each of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WORLDS = "worlds"  # found by the simulator; otherwise the name of a test file
+WORLDS = "worlds"  # `found_by` of a mutant that the world simulation finds; otherwise the name of a test file
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
     file: str  # under quire/
-    old: str  # must occur exactly once, so a mutant cannot go stale unnoticed
+    old: str  # must occur exactly once, so that a stale mutant is detected
     new: str
 
 
@@ -19,7 +19,7 @@ class Mutant:
     name: str
     edits: tuple[Edit, ...]
     found_by: str = WORLDS
-    first_world: int = 0  # from which on to look: the worlds before are known to notice nothing
+    first_world: int = 0  # first seed to run: earlier worlds are known not to find it
 
 
 def _mutant(name: str, file: str, old: str, new: str, found_by: str = WORLDS, *, first_world: int = 0) -> Mutant:
@@ -100,7 +100,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "old result goes to the batch_index's new owner",
+        "old result applied to the new owner of a batch_index",
         (
             Edit(
                 "core/scheduler.py",
@@ -120,7 +120,7 @@ MUTANTS = (
     _mutant(
         "position dropped while a twin is held",
         "core/prefix.py",
-        "        if block.twins:\n            self._stand_in(block, key)\n            return []\n",
+        "        if block.twins:\n            self._promote_twin(block, key)\n            return []\n",
         "",
     ),
     _mutant(
@@ -186,20 +186,20 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "grows over one without progress",
+        "growth preempts a request without progress",
         "core/planner.py",
         "if r.has_progressed or r is request)",
         "if True)",
         first_world=88,
     ),
     _mutant(
-        "progress is forgotten",
+        "progress is not recorded",
         "core/admission.py",
         "        victim.num_preempted_at = max(victim.num_preempted_at, victim.num_computed)\n",
         "",
     ),
     _mutant(
-        "debts are never paid",
+        "served tokens not deducted from credit",
         "core/ledger.py",
         "changed = credit + gain - self._served[priority] * UNITS",
         "changed = credit + gain",
@@ -238,41 +238,41 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "a stale tenant is first",
+        "outdated heap entry of a tenant is first",
         "core/tenants.py",
         "            elif now > time:\n                heapreplace(self._heap, (now, number, tenant))\n",
         "",
     ),
     _mutant(
-        "idle tenants keep their past",
+        "idle tenants keep their credit",
         "core/tenants.py",
         "self._times[tenant] = max(self._times.get(tenant, 0), self._floor)",
         "self._times[tenant] = self._times.get(tenant, 0)",
         "tests/core/test_tenants.py",
     ),
     _mutant(
-        "rationed rows do not take turns",
+        "rationed rows do not alternate",
         "core/planner.py",
         "        request.last_step = self._num_steps\n",
         "",
         "tests/core/test_fair.py",
     ),
     _mutant(
-        "rationed rows left out for nobody",
+        "rationed rows left out of an empty step",
         "core/planner.py",
         "        if not step.slices and step.left_out:\n            self._plan_left_out(step)\n",
         "",
         first_world=137,
     ),
     _mutant(
-        "lower tiers lengthen a step at will",
+        "lower tiers lengthen a step without limit",
         "core/ledger.py",
         "self._alone_ns(cost, top) * SPARE_NUMERATOR // SPARE_DENOMINATOR",
         "self._alone_ns(cost, top) * 10",
         "tests/core/test_fair.py",
     ),
     _mutant(
-        "tail claims more than it has",
+        "tail published with uncomputed tokens",
         "core/kv_cache.py",
         "index, num_tail = divmod(request.num_computed, self.block_size)",
         "request.num_computed = min(request.num_planned, len(request.tokens))\n        index, num_tail = divmod(request.num_computed, self.block_size)",
@@ -296,7 +296,7 @@ MUTANTS = (
         "                tokens[start:],\n                wants_token",
     ),
     _mutant(
-        "descendants left behind",
+        "descendants of an evicted block stay in the tree",
         "core/prefix.py",
         "return self._drop_descendants(key) if key in self._children else []",
         "return []",
@@ -308,7 +308,7 @@ MUTANTS = (
         "self._now_ns = now_ns",
     ),
     _mutant(
-        "the head is passed",
+        "a waiting head is overtaken",
         "core/planner.py",
         "                step.close(turn.tiers)  # no request overtakes a head that does not fit\n",
         "                return\n",
@@ -321,21 +321,21 @@ MUTANTS = (
         "tests/core/test_pool.py",
     ),
     _mutant(
-        "the map misses what lost its content",
+        "the map misses blocks that lost their content",
         "core/block_pool.py",
         "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n                self._note((block,))\n",
         "                self._num_cached -= 1\n                self.free.remove(block)\n                self.free.prepend(block)\n",
         "tests/core/test_block_map.py",
     ),
     _mutant(
-        "worthless blocks kept longest",
+        "unpublished blocks evicted last",
         "core/block_pool.py",
         "self.free.prepend(block)\n                else:",
         "self.free.append(block)\n                else:",
         "tests/core/test_pool.py",
     ),
     _mutant(
-        "collision served",
+        "colliding key counted as a hit",
         "core/prefix.py",
         " or block.tokens != tokens:\n                break",
         ":\n                break",
@@ -374,7 +374,9 @@ MUTANTS = (
         ".ref_count",
         "tests/core/test_scheduler.py",
     ),
-    _mutant("collision by parent served", "core/prefix.py", "block.parent_key != parent or ", "", first_world=159),
+    _mutant(
+        "colliding parent counted as a hit", "core/prefix.py", "block.parent_key != parent or ", "", first_world=159
+    ),
     _mutant(
         "decode sits out while its input is in flight",
         "core/planner.py",
@@ -387,7 +389,7 @@ MUTANTS = (
         "        if num_wanted <= 0:\n            return True\n",
         "        if num_wanted <= 0 or (num_wanted > 1 and step.allotted.get(request.request_id, 1) == 1):\n            return True\n",
     ),
-    _mutant("released batch_indices never told", "core/running.py", "return tuple(released)", "return ()"),
+    _mutant("released batch_indices not reported", "core/running.py", "return tuple(released)", "return ()"),
     _mutant(
         "fork waits for the first chunk only",
         "core/admission.py",
@@ -396,40 +398,40 @@ MUTANTS = (
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "id used again takes old results",
+        "reused id receives old results",
         "core/scheduler.py",
         "        request.epoch = self._num_arrived << 32",
         "        request.epoch = 0",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "running prompts lose their place",
+        "waiting requests overtake running prompts",
         "core/planner.py",
-        "if wanting and (head is None or wanting[0][0] < self._place_of_head(*head)):",
+        "if wanting and (head is None or wanting[0][0] < self._head_turn_key(*head)):",
         "if wanting and head is None:",
         "tests/core/test_policy.py",
     ),
     _mutant(
-        "twins remembered twice",
+        "both twins stay cached",
         "core/block_pool.py",
         "if block.parent_key is not None and self._tree.is_redundant(block):",
         "if False:",
     ),
     _mutant(
-        "running keys move with the clock",
+        "keys of running requests change with time",
         "core/policy.py",
         "        return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns\n",
         "        return request.enqueued_ns - request.earlier_waits_ns + request.priority * self._patience_ns + (request.state is RequestState.RUNNING) * request.waited_ns\n",
     ),
     _mutant(
-        "pins hold the end",
+        "pins keep the last blocks",
         "core/pins.py",
         "blocks = blocks[: self.max_blocks]",
         "blocks = blocks[-self.max_blocks :]",
         "tests/core/test_kv_cache.py",
     ),
     _mutant(
-        "usage of the last admission",
+        "cached tokens of the last admission",
         "core/admission.py",
         "        else:\n            request.num_cached_tokens",
         "        if True:\n            request.num_cached_tokens",
@@ -443,7 +445,7 @@ MUTANTS = (
         "tests/core/test_kv_cache.py",
     ),
     _mutant(
-        "budget for what is in flight",
+        "budget given to tokens in flight",
         "core/planner.py",
         "request.token_limit - 1) - request.num_planned\n",
         "request.token_limit - 1) - request.num_computed\n",
@@ -457,55 +459,55 @@ MUTANTS = (
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "later ones pass the preempted",
+        "later requests overtake a preempted one",
         "core/waiting.py",
         "return self._by_key.first()[0], self._by_arrival.first()[1]",
         "return self._by_key.first()",
     ),
     _mutant(
-        "no batch_index left for prefix waiters",
+        "no batch row left for prefix waiters",
         "core/admission.py",
         "        if not is_entitled:\n",
         "        if False:\n",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "builds on a parent it may preempt",
+        "shares blocks of a parent it may preempt",
         "core/admission.py",
         "        if self._may_preempt(request, parent, step):\n            return hit",
         "        if False:\n            return hit",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "waits for what is never published",
+        "waits for a prefix that is never published",
         "core/admission.py",
         "if is_known and self.can_share(owner):",
         "if is_known:",
         "tests/core/test_scheduler.py",
     ),
     _mutant(
-        "names of another salt",
+        "chain keys shared across salts",
         "core/chain.py",
         "        if self.root == other.root:\n            self._follow(other, known)\n",
         "        self._follow(other, known)\n",
         "tests/core/test_prefix.py",
     ),
     _mutant(
-        "yielded blocks still count for their owner",
+        "dropped pins still count for their owner",
         "core/pins.py",
         "        owner.num_blocks -= len(pin.blocks)\n",
         "",
         "tests/core/test_pins.py",
     ),
     _mutant(
-        "a slice of an audit leaves out its last block",
+        "a slice of an audit skips its last block",
         "core/check.py",
         "piece = slice(start, start + size)",
         "piece = slice(start, start + size - 1)",
         "tests/core/test_check.py",
     ),
     _mutant(
-        "an audit goes on after a change",
+        "an audit continues after a change",
         "engine/worker/worker.py",
         "        self._is_audited = False\n        self._audit = None\n",
         "        self._is_audited = False\n",

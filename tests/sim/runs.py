@@ -1,4 +1,4 @@
-"""Runs worlds, one after the other or in several processes, and adds up what happened in them."""
+"""Runs worlds sequentially or in several processes, and sums up their counters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.sim.world import World
 
 EVENTS_PER_WORLD = 400
 
-FOUND = 3  # exit code: a world failed, as opposed to the program
+FOUND = 3  # exit code if a world failed, as opposed to an error of the program
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     seed: int
     event: int
-    story: str
+    details: str
 
     def __str__(self) -> str:
-        return f"{self.story}\nworld {self.seed} failed at event {self.event}; replay: make sim SEEDS=@{self.seed}"
+        return f"{self.details}\nworld {self.seed} failed at event {self.event}; replay: make sim SEEDS=@{self.seed}"
 
 
 def run_world(seed: int, num_events: int = EVENTS_PER_WORLD, *, check_every: int = 1) -> Counter[str] | Failure:
@@ -35,7 +35,7 @@ def run_world(seed: int, num_events: int = EVENTS_PER_WORLD, *, check_every: int
 
 
 def run_world_quickly(seed: int) -> Counter[str] | Failure:
-    """One world in four with all laws after every event; the others with the core's after every eighth."""
+    """Check invariants after every event in one world of four, and after every eighth event in the others."""
     return run_world(seed, check_every=1 if seed % 4 == 0 else 8)
 
 

@@ -1,4 +1,4 @@
-"""The promises of the fair policy under endless load, each over many seeds: `tests/sim/contest.py`."""
+"""Tests of the guarantees of the fair policy under permanent overload, with many seeds (`tests/sim/contest.py`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.sim.contest import Contest, Load
 
 HIGH, NORMAL, LOW = Priority
 SEEDS = range(24)
-ENDLESS = 40  # requests of a load that wait at any time
+ENDLESS = 40  # waiting requests of a load at any time
 
 
 @pytest.mark.parametrize("others", [(HIGH,), (HIGH, NORMAL), (NORMAL,)], ids=str)
-def test_a_tier_gets_its_share_though_higher_tiers_never_stop(others: tuple[Priority, ...]) -> None:
+def test_a_tier_gets_its_share_under_constant_load_of_higher_tiers(others: tuple[Priority, ...]) -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in (*others, LOW)])
         bound = 2 * contest.max_num_batched_tokens + contest.drain_tokens
@@ -24,7 +24,7 @@ def test_a_tier_gets_its_share_though_higher_tiers_never_stop(others: tuple[Prio
         assert contest.served[LOW] > 0
 
 
-def test_a_request_starts_within_the_bound_that_the_policy_states() -> None:
+def test_a_request_starts_within_the_service_bound() -> None:
     for seed in SEEDS:
         loads = [Load(HIGH, num_waiting=ENDLESS), Load(NORMAL, num_waiting=3), Load(LOW, num_waiting=3)]
         contest = Contest(seed, loads)
@@ -41,7 +41,7 @@ def test_a_request_starts_within_the_bound_that_the_policy_states() -> None:
             assert one.total <= bound, f"seed {seed}: {one.request!r} waited for {one.total} tokens of at most {bound}"
 
 
-def test_high_starts_within_two_steps_at_any_moment_of_an_endless_low_backlog() -> None:
+def test_high_starts_within_two_steps_next_to_a_permanent_low_backlog() -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(LOW, num_waiting=ENDLESS)])
         for number in range(600):
@@ -54,11 +54,11 @@ def test_high_starts_within_two_steps_at_any_moment_of_an_endless_low_backlog() 
         assert not any(one.request.priority is HIGH for one in contest.arrivals.values())
 
 
-def test_high_starts_within_two_steps_beside_saturated_normal_and_low() -> None:
+def test_high_starts_within_two_steps_next_to_saturated_normal_and_low() -> None:
     for seed in SEEDS:
         contest = Contest(seed, [Load(NORMAL, num_waiting=ENDLESS), Load(LOW, num_waiting=ENDLESS)])
         if contest.max_num_seqs < 2:
-            continue  # the one place may be LOW's, for as long as it is owed
+            continue  # LOW may hold the only batch row as long as it is owed
         for number in range(400):
             if number % 31 == 30:
                 contest.add(Load(HIGH))
@@ -68,14 +68,14 @@ def test_high_starts_within_two_steps_beside_saturated_normal_and_low() -> None:
         assert max(one.num_steps for one in highs) <= 2, f"seed {seed}"
 
 
-def test_a_higher_tier_keeps_what_the_guarantees_leave() -> None:
-    """Not even three saturated tiers take more from HIGH than the shares of the lower ones."""
+def test_high_gets_all_tokens_above_the_guaranteed_shares() -> None:
+    """With three saturated tiers, the lower ones take no more than their shares from HIGH."""
     for seed in SEEDS:
         contest = Contest(seed, [Load(tier, num_waiting=ENDLESS) for tier in Priority])
         for _ in range(300):
             contest.step()
         total = sum(contest.served.values())
-        # Where a third of a step is left to lower tiers, they may have more than their guaranteed 3/8 of few tokens.
+        # With a step cost, lower tiers may use a third of a step, which may be more than their 3/8 of all tokens.
         slack = 2 * contest.max_num_batched_tokens + contest.drain_tokens
         if contest.fair.ledger.cost is None:
             assert contest.served[HIGH] >= 5 / 8 * total - slack, f"seed {seed}: {contest.served}"
@@ -88,12 +88,12 @@ def test_a_tier_alone_gets_everything() -> None:
         for _ in range(200):
             plan = contest.step()
             is_full = len(plan.slices) == contest.max_num_seqs or plan.num_tokens == contest.max_num_batched_tokens
-            # A head that does not fit waits for memory: the longest request, and a block for everyone who runs.
+            # A head that does not fit waits for memory: at most the longest request and a block per running request.
             assert is_full or contest.scheduler.cache.pool.num_free < 13 + contest.max_num_seqs, f"seed {seed}"
         assert contest.num_preemptions == 0
 
 
-def test_tenants_of_a_tier_share_it_whatever_they_ask_for() -> None:
+def test_tenants_of_a_tier_share_it_equally() -> None:
     for seed in SEEDS:
         loads = [Load(NORMAL, "batch", ENDLESS), Load(NORMAL, "person", 2 * 16)]
         contest = Contest(seed, loads)
@@ -112,4 +112,4 @@ def test_a_thousand_requests_of_one_tenant_do_not_delay_the_first_of_another() -
                 contest.add(Load(NORMAL, "person"))
             contest.step()
         (person,) = [one for one in contest.started if one.request.tenant == "person"]
-        assert person.total <= contest.drain_tokens, f"seed {seed}"  # the next place that is free is its own
+        assert person.total <= contest.drain_tokens, f"seed {seed}"  # it gets the next free batch row

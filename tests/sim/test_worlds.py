@@ -1,4 +1,4 @@
-"""Half a million events in seeded worlds, and proof that the rare things happened in them."""
+"""Runs half a million events in seeded worlds, and checks that rare situations occurred in them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.sim.runs import Failure, report, run_world, run_worlds
 from tests.sim.world import World
 
 NUM_EVENTS = 500_000
-NUM_WORLDS = 640  # enough for that many
+NUM_WORLDS = 640  # enough for that many events
 
-# How often each rare thing must have happened in a run of that size. About half of what seed 0 onwards gives, so a
-# change that makes a situation disappear from the worlds is noticed.
+# Minimum number of occurrences of each rare situation: about half of the actual counts from seed 0 on, so that a change
+# which makes a situation disappear from the worlds is detected.
 MINIMA = {
     "preemptions": 5_000,
     "preemptions by waiting": 2_500,
@@ -58,10 +58,10 @@ def test_half_a_million_events(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n{NUM_WORLDS} worlds, no failure\n{report(counts)}")
     assert counts["events"] >= NUM_EVENTS
     rare = {name: (counts[name], least) for name, least in MINIMA.items() if counts[name] < least}
-    assert not rare, f"(happened, at least) {rare}"
+    assert not rare, f"(count, minimum) {rare}"
 
 
-def test_a_world_is_its_seed() -> None:
+def test_a_world_depends_only_on_its_seed() -> None:
     assert run_world(5) == run_world(5)
     assert run_world(5) != run_world(6)
 

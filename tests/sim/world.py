@@ -1,7 +1,7 @@
-"""A small world around the scheduler, made from one seed: arrivals, cancels, pins, clock jumps, tiny pools.
+"""A simulated environment for the scheduler, generated from a seed: arrivals, cancels, pins, clock jumps, tiny pools.
 
-After every event it checks, from its own books, everything a client could notice: tokens, order, age, budgets, whose
-cache was read; and the core's own laws (`check_scheduler`). An event is one API call, or one schedule and commit.
+After every event it checks, from its own records, everything a client could observe (tokens, order, age, budgets,
+isolation of salts) and the core's invariants (`check_scheduler`). An event is one API call, or one schedule and commit.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def weak_digest(parent_key: bytes, tokens: bytes) -> bytes:
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     length = 0
-    for ours, theirs in zip(a, b, strict=False):
-        if ours != theirs:
+    for one, other in zip(a, b, strict=False):
+        if one != other:
             break
         length += 1
     return length
 
 
 class WorldFailure(AssertionError):
-    """Something a client could notice is wrong."""
+    """A client could observe an error."""
 
 
 @dataclass(slots=True)
 class Book:
-    """What the world knows of one request, without asking the core."""
+    """The world's own record of one request, independent of the core."""
 
     request: Request
     prompt: list[int]
@@ -67,13 +67,13 @@ class Book:
     expected_reason: FinishReason
     arrived_ns: int
     wait_start_ns: int
-    waited_ns: int = 0  # in waits that are over
-    key: tuple[int, int] = (0, 0)  # by which it is admitted
-    urgency: int = 0  # of a running request
-    preempted_at: int = -1  # the most it had computed at a preemption
+    waited_ns: int = 0  # total of completed waits
+    key: tuple[int, int] = (0, 0)  # order of admission
+    urgency: int = 0  # while running
+    preempted_at: int = -1  # largest number of computed tokens at a preemption
     delivered: list[int] = field(default_factory=list)
     was_admitted: bool = False
-    is_fork: bool = False  # waits for its parent, and for nobody else
+    is_fork: bool = False  # waits only for its parent
     num_seen: int = 0  # tokens whose prefixes are in `seen`
     prefix: int = 0  # digest of those tokens
 
@@ -87,13 +87,13 @@ class Setup:
     max_chunk_tokens: int
     max_model_len: int | None
     max_waiting: int
-    patience_s: float | str | None  # None: first come, first served; `FAIR`: no patience, but shares
-    cost: StepCost | None  # where rows cost time
+    patience_s: float | str | None  # None: first come, first served; `FAIR`: the fair policy
+    cost: StepCost | None  # None: rows cost no time
     vocab_size: int
     is_late: bool
     is_overlapped: bool
     is_caching: bool
-    is_colliding: bool  # keys of 4 bits: only the comparison of tokens keeps contents apart
+    is_colliding: bool  # keys of 4 bits: only the comparison of tokens distinguishes contents
 
     @staticmethod
     def draw(random: Random) -> Setup:
@@ -121,7 +121,7 @@ class Setup:
 
 class World:
     def __init__(self, seed: int, check_every: int = 1) -> None:
-        """`check_every`: events from one look at the core's laws to the next."""
+        """`check_every`: number of events between two checks of the core's invariants."""
         self.check_every = check_every
         self.random = Random(seed)
         self.setup = setup = Setup.draw(self.random)
@@ -155,25 +155,25 @@ class World:
             setup.num_blocks, setup.block_size, setup.max_num_seqs, self.max_model_len, setup.vocab_size
         )
         self.runner = FakeRunner(capacity, is_late=setup.is_late, seed=seed)
-        self.books: dict[int, Book] = {}  # alive
-        self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of requests that ended: conversations go on
-        self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed under each salt
+        self.books: dict[int, Book] = {}  # running and waiting requests
+        self.retired: deque[list[int]] = deque(maxlen=12)  # tokens of ended requests, for later turns
+        self.seen: dict[str, set[int]] = {salt: set() for salt in SALTS}  # prefixes computed for each salt
         self.in_flight: deque[StepPlan] = deque()
-        self.clock_ns = 1_000  # what the clock on the wall says; it may jump back
-        self.now_ns = 0  # the latest time the scheduler has been told
+        self.clock_ns = 1_000  # wall clock; it may jump back
+        self.now_ns = 0  # the latest time passed to the scheduler
         self.next_id = 1
         self.num_events = 0
-        self._started: dict[int, int] = {}  # admitted in the present plan -> tokens found in the cache
-        self._admitted: set[int] = set()  # in the present plan
-        self._winners: set[int] = set()  # for whom someone was preempted in the present plan, while they waited
-        self._slots: dict[int, tuple[int, int]] = {}  # place -> request and epoch last seen in it
-        self._has_preempted = False  # in the present plan
-        self._first_high: Request | None = None  # the first of its tier when the present plan was begun
-        self._owed: set[Priority] = set()  # tiers owed service when the present plan was begun
-        self._yielded: set[int] = set()  # blocks of pins that had to give way, until they are evicted
+        self._started: dict[int, int] = {}  # requests admitted in the current plan -> tokens found in the cache
+        self._admitted: set[int] = set()  # requests admitted in the current plan
+        self._winners: set[int] = set()  # waiting requests for which another was preempted in the current plan
+        self._batch_rows: dict[int, tuple[int, int]] = {}  # batch index -> (request id, epoch) last planned there
+        self._has_preempted = False  # in the current plan
+        self._first_high: Request | None = None  # first waiting HIGH request before the current plan
+        self._owed: set[Priority] = set()  # tiers owed service before the current plan
+        self._yielded: set[int] = set()  # blocks of dropped pins, until they are evicted
         self._roots = frozenset(cache.tree.root(salt) for salt in SALTS)
         self._done: dict[bytes, int] = dict.fromkeys(self._roots, 0)
-        self._depth: dict[bytes, int] = {}  # position -> tokens before it
+        self._depth: dict[bytes, int] = {}  # chain key -> number of tokens up to it
         self._entries: dict[tuple[bytes, bytes], list[int]] = {}
         self._heads = [self._tokens(self.random.randint(1, max(1, self.max_model_len // 2))) for _ in range(3)]
         self._middles = [self._tokens(self.random.randint(1, 2 * setup.block_size)) for _ in range(2)]
@@ -207,14 +207,14 @@ class World:
             self._tick(1_000_000)
             self._event(self._step)
             if self.num_events > limit:
-                raise WorldFailure(f"no end in sight: {[book.request for book in self.books.values()]}")
+                raise WorldFailure(f"requests do not end: {[book.request for book in self.books.values()]}")
         check_scheduler(self.scheduler, self._roots)
         self.scheduler.cache.pins.clear()
         self._require(self.scheduler.cache.pool.num_free == self.setup.num_blocks - 1, "blocks leaked")
-        self._require(not self.books, "requests were forgotten")
+        self._require(not self.books, "requests were lost")
         num_collisions = self.scheduler.cache.tree.num_collisions
         self.counts["collisions"] += num_collisions
-        self._require(self.setup.is_colliding or num_collisions == 0, "two contents have one key")
+        self._require(self.setup.is_colliding or num_collisions == 0, "different contents have the same key")
         self._count_stats()
         return self.counts
 
@@ -283,7 +283,7 @@ class World:
         )
 
     def _burst(self) -> None:
-        """Many at once, most of them with one prompt."""
+        """Add many requests at once, most of them with the same prompt."""
         prompt = self._prompt()
         for _ in range(self.random.randint(3, 12)):
             self._add(prompt if self.random.random() < 0.7 else None)
@@ -300,7 +300,7 @@ class World:
         self._submit(request)
 
     def _add_siblings(self) -> None:
-        """n > 1: one prompt, several samples."""
+        """Add several samples of one prompt (n > 1)."""
         self._add()
         first = self.scheduler.get(self.next_id - 1)
         for index in range(1, self.random.randint(2, 4)):
@@ -308,11 +308,11 @@ class World:
                 self._submit(first.sibling(self._new_id(), index), sample_index=index)
 
     def _branch(self) -> None:
-        """Go on from whatever a running request knows by now."""
+        """Add a request that continues from all known tokens of another."""
         candidates = [book.request for book in self.books.values()]
         if candidates:
             child = self.random.choice(candidates).branch(self._new_id(), self._sampling())
-            child.priority = self.random.choice(list(Priority))  # it may be more urgent than its parent
+            child.priority = self.random.choice(list(Priority))  # possibly more urgent than its parent
             self._submit(child)
 
     def _submit(self, request: Request, sample_index: int = 0) -> None:
@@ -325,18 +325,20 @@ class World:
             self._require(not should_fit, f"{request!r} was refused but fits")
             return
         except QueueFull:
-            self._require(len(self.scheduler.waiting) >= self.setup.max_waiting, "refused though there was room")
+            self._require(
+                len(self.scheduler.waiting) >= self.setup.max_waiting, "refused although the queue is not full"
+            )
             return
         self.now_ns = max(self.now_ns, self.clock_ns)
         if not should_fit:
-            raise WorldFailure(f"{request!r} can never fit and was let in")
+            raise WorldFailure(f"{request!r} cannot fit and was accepted")
         self.counts["requests"] += 1
         self.counts["forks"] += is_fork
-        # Siblings must draw as the world numbers them, not as the core does.
+        # The sample index must be the world's number of the sibling, not one chosen by the core.
         sampling = request.sampling
         if sampling.sample_index != sample_index:
             raise WorldFailure(
-                f"sample {sample_index} of one prompt draws the numbers of sample {sampling.sample_index}"
+                f"sample {sample_index} of a prompt has the random numbers of sample {sampling.sample_index}"
             )
         limit = min(len(prompt) + (sampling.max_tokens or self.max_model_len), self.max_model_len) - len(prompt)
         tokens = run_alone(prompt, sampling, limit, block_size=self.setup.block_size, vocab_size=self.setup.vocab_size)
@@ -365,19 +367,21 @@ class World:
         self._require(not self.scheduler.cancel(self.next_id + 1000), "cancelled a request that does not exist")
 
     def _finish(self) -> None:
-        """A stop string was seen above the core, some tokens ago."""
+        """End a request at a stop string found above the core, some tokens ago."""
         books = [book for book in self.books.values() if book.delivered]
         if books:
             book = self.random.choice(books)
             keep = self.random.randint(0, len(book.delivered))
             self._require(self.scheduler.finish(book.request.request_id, keep), "a live request could not be finished")
-            self._require(book.request.output == book.delivered[:keep], "finish cut the answer in the wrong place")
+            self._require(
+                book.request.output == book.delivered[:keep], "finish truncated the answer at the wrong token"
+            )
             self._retire(book)
 
     def _pin(self) -> None:
         books = [book for book in self.books.values() if book.was_admitted]
         tokens, salt = self._prompt(), self.random.choice(SALTS)
-        if books and self.random.random() < 0.8:  # something that is probably cached
+        if books and self.random.random() < 0.8:  # probably cached tokens
             book = self.random.choice(books)
             tokens, salt = [*book.request.tokens], book.request.salt
         ttl = self.random.choice((1_000, 1_000_000, 10**12, 10**12))
@@ -397,18 +401,18 @@ class World:
     def _explain(self) -> None:
         request = Request(0, self._prompt(), salt=self.random.choice(SALTS))
         hit = self.scheduler.cache.match(request)
-        story = self.scheduler.explain(request)
+        explanation = self.scheduler.explain(request)
         if self.setup.is_caching:
-            self._require(story.num_tokens == hit.num_tokens, "explain and match disagree")
-        self._require(story.num_tokens < len(request.tokens), "a hit left nothing to compute")
-        self.counts[f"explained {story.reason}"] += 1
+            self._require(explanation.num_tokens == hit.num_tokens, "explain and match disagree")
+        self._require(explanation.num_tokens < len(request.tokens), "a hit left nothing to compute")
+        self.counts[f"explained {explanation.reason}"] += 1
         stranger = self.scheduler.explain(Request(0, request.tokens, salt="stranger"))
         silent = (StopReason.NOT_FOUND, StopReason.TOO_SHORT, StopReason.OFF)
         is_silent = stranger.num_tokens == 0 and stranger.reason in silent
-        self._require(is_silent or self.setup.is_colliding, "explain told of another tenant")
+        self._require(is_silent or self.setup.is_colliding, "explain revealed content of another salt")
 
     def _step(self) -> None:
-        """Schedule N+1, forward N+1, collect and commit N, sample N+1; or all of one step at once."""
+        """Schedule and forward N+1, collect and commit N, sample N+1; or, without overlap, run one step completely."""
         busy = self._busy()
         self._started = {}
         self._admitted = set()
@@ -428,9 +432,9 @@ class World:
             self._check_accounts(self.fair, plan, times)
             self._check_precedence(self.fair, plan)
         now = self.now_ns
-        self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin outlived its time")
-        self._require(self._winners <= self._admitted, "someone was preempted for a request that was not admitted")
-        is_sampled_first = self.random.random() < 0.5  # as when no row has a grammar
+        self._require(all(pin.expires_ns > now for pin in self.scheduler.cache.pins), "a pin did not expire")
+        self._require(self._winners <= self._admitted, "a request was preempted for one that was not admitted")
+        is_sampled_first = self.random.random() < 0.5  # the order used when no row has a grammar
         if not plan.is_empty:
             self.runner.forward(plan)
             if is_sampled_first:
@@ -453,19 +457,19 @@ class World:
         for update in self.scheduler.commit(plan, self.runner.collect()):
             self._deliver(update)
 
-    # Books
+    # Records
 
     def _deliver(self, update: TokenUpdate) -> None:
         book = self.books.get(update.request_id)
         if book is None:
-            raise WorldFailure(f"{update} for a request that is gone")
+            raise WorldFailure(f"{update} for a request that has ended")
         book.delivered += update.tokens
         end = len(book.delivered)
         if book.delivered != book.expected[:end]:
-            raise WorldFailure(f"{book.request!r} answered {book.delivered}, alone it answers {book.expected[:end]}")
+            raise WorldFailure(f"{book.request!r} has output {book.delivered}, alone it has {book.expected[:end]}")
         is_end = end == len(book.expected)
         if (update.finish_reason is not None) != is_end:
-            raise WorldFailure(f"{book.request!r} ended early or late")
+            raise WorldFailure(f"{book.request!r} ended too early or too late")
         if update.finish_reason is not None:
             self._require(update.finish_reason is book.expected_reason, f"ended with {update.finish_reason}")
             self._retire(book)
@@ -477,7 +481,7 @@ class World:
         del self.books[book.request.request_id]
 
     def _see(self, book: Book, num_computed: int) -> None:
-        """Remember what has been computed under which salt."""
+        """Record the prefixes computed for each salt."""
         seen = self.seen[book.request.salt]
         while book.num_seen < num_computed:
             book.prefix = digest(book.prefix, book.request.tokens[book.num_seen])
@@ -485,7 +489,7 @@ class World:
             book.num_seen += 1
 
     def _enqueue(self, book: Book) -> None:
-        """Begin a wait, by the world's own account of who waited how long."""
+        """Start a wait, and compute the key from the world's own record of earlier waits."""
         book.wait_start_ns = self.now_ns
         request = book.request
         key = book.arrived_ns
@@ -494,7 +498,7 @@ class World:
         book.key = (key, request.sequence)
 
     def _urgency(self, book: Book) -> int:
-        """Of a request that waits until now."""
+        """Urgency of a waiting request."""
         if self.fair is not None:
             return book.request.priority
         if self.aging is None or not self.aging.patience_s:
@@ -503,7 +507,7 @@ class World:
         return book.request.priority - waited_ns // round(self.aging.patience_s * NS_PER_S)
 
     def _is_ahead(self, one: Book, other: Book) -> bool:
-        """Whether `other` waits for a prefix that `one` computes."""
+        """Whether `other` should wait for a prefix that `one` computes."""
         if self.fair is not None:
             return self.fair.is_ahead(one.request, other.request)
         return one.key < other.key
@@ -546,7 +550,7 @@ class World:
         for token in tokens[: event.num_tokens]:
             prefix = digest(prefix, token)
         if prefix not in self.seen[book.request.salt]:
-            raise WorldFailure(f"{book.request!r} hit {event.num_tokens} tokens nobody of its salt has computed")
+            raise WorldFailure(f"{book.request!r} hit {event.num_tokens} tokens that were never computed for its salt")
 
     def _on_admitted(self, event: Admitted) -> None:
         book = self.books[event.request_id]
@@ -555,12 +559,12 @@ class World:
         else:
             self._check_order_of_keys(book)
         for rival in self._prefix_waiters():
-            # An owner preempted in this very step leaves its waiters parked until the next.
+            # Waiters of an owner preempted in this step stay parked until the next step.
             is_excused = self._has_preempted or self.setup.is_colliding
             if not is_excused and self._goes_before(rival, book) and not self._awaits_prefix(rival):
-                raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, who waits for no prefix")
+                raise WorldFailure(f"{book.request!r} was admitted before {rival.request!r}, which waits for no prefix")
         if not book.is_fork and self._should_have_waited(book):
-            raise WorldFailure(f"{book.request!r} computes what one ahead of it is computing already")
+            raise WorldFailure(f"{book.request!r} computes a prefix that a request ahead of it is computing")
         book.urgency = self._urgency(book)
         book.waited_ns += self.now_ns - book.wait_start_ns
         if event.waited_ns != book.waited_ns:
@@ -573,7 +577,7 @@ class World:
         return [self.books[request.request_id] for request in self.scheduler.waiting.prefix_waiters]
 
     def _ready(self) -> list[Book]:
-        """Waiting requests that wait for no prefix."""
+        """Waiting requests that do not wait for a prefix."""
         waiting = self.scheduler.waiting
         return [self.books[one.request_id] for one in waiting if one not in waiting.prefix_waiters]
 
@@ -584,7 +588,7 @@ class World:
         return a.priority < b.priority or ((a.priority, a.tenant) == (b.priority, b.tenant) and a.sequence < b.sequence)
 
     def _check_fair_order(self, fair: Fair, book: Book) -> None:
-        """Tiers in order, unless one is owed; the tenant served least; the order of arrival."""
+        """Check the order of admission: by tier, unless one is owed; least served tenant first; then by arrival."""
         request = book.request
         clock = fair.ledger.clocks[request.priority]
         for rival in self._ready():
@@ -592,9 +596,9 @@ class World:
             if other.priority < request.priority and request.priority not in self._owed:
                 raise WorldFailure(f"{request!r} was admitted before {other!r}, which has a higher tier")
             if other.priority is request.priority and clock.time(other.tenant) < clock.time(request.tenant):
-                raise WorldFailure(f"{request!r} was admitted before {other!r}, whose tenant has had less")
+                raise WorldFailure(f"{request!r} was admitted before {other!r}, whose tenant was served less")
             if self._goes_before(rival, book) and other.tenant == request.tenant and request.priority is other.priority:
-                raise WorldFailure(f"{request!r} was admitted before {other!r}, which came first")
+                raise WorldFailure(f"{request!r} was admitted before {other!r}, which arrived first")
 
     def _check_order_of_keys(self, book: Book) -> None:
         lanes: dict[Priority, tuple[int, int]] = {book.request.priority: book.key}
@@ -611,18 +615,18 @@ class World:
             is_sibling = other.priority is book.request.priority
             is_ahead = other.sequence < book.request.sequence if is_sibling else lanes[other.priority] < effective
             if is_ahead:
-                raise WorldFailure(f"{book.request!r} was admitted before {other!r}, who is ahead")
+                raise WorldFailure(f"{book.request!r} was admitted before {other!r}, which is ahead")
             if not rival.was_admitted and not book.was_admitted:
                 late_ns = book.arrived_ns - rival.arrived_ns
                 if late_ns > window_ns[other.priority]:
                     raise WorldFailure(f"{other!r} was overtaken beyond the starvation bound")
 
     def _awaits_prefix(self, book: Book) -> bool:
-        """Whether a running request ahead of this one is still to compute a block of their common prefix."""
+        """Whether a running request ahead of this one has yet to compute a block of their common prefix."""
         size = self.setup.block_size
         for owner in self.scheduler.running:
             is_ahead = self._is_ahead(self.books[owner.request_id], book)
-            if self.fair is not None:  # tenants' times have changed since it began to wait
+            if self.fair is not None:  # the times of tenants have changed since it started to wait
                 is_ahead = owner.priority <= book.request.priority
             if owner.salt != book.request.salt or not is_ahead:
                 continue
@@ -633,7 +637,7 @@ class World:
         return False
 
     def _should_have_waited(self, book: Book) -> bool:
-        """Whether a prompt in progress, ahead of a request that begins, was about to give it its next block."""
+        """Whether a running prompt ahead of an admitted request was about to compute its next block."""
         setup, request = self.setup, book.request
         if setup.is_colliding or not setup.is_caching or request.sampling.prompt_logprobs is not None:
             return False
@@ -643,9 +647,9 @@ class World:
             if is_ahead and len(owner.tokens) - owner.num_computed > 1:
                 end = (owner.num_computed // setup.block_size + 1) * setup.block_size
                 if not self.scheduler.cache.can_publish(owner, owner.num_computed // setup.block_size):
-                    continue  # the cache was cleared under it
+                    continue  # the cache was cleared in the meantime
                 if end >= len(request.tokens):
-                    continue  # at best a tail to copy, and there may have been no room for that
+                    continue  # at best a tail to copy, for which there may have been no free block
                 was_found = self._started.get(request.request_id, 0) >= end
                 if common_length(request.tokens, owner.tokens) >= end and not was_found:
                     return True
@@ -669,30 +673,30 @@ class World:
             self._require(victim.request.priority not in self._owed, "a tier that is owed service was preempted")
         elif victim is not winner:
             order = [(book.urgency, book.request.sequence) for book in (winner, victim)]
-            self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, who is ahead")
+            self._require(order[0] < order[1], f"{winner.request!r} preempted {victim.request!r}, which is ahead")
         self._enqueue(victim)
 
     # Checks
 
     def _busy(self) -> list[Request]:
-        """Running requests that have something to compute: each has a token in every step, whoever else has many."""
+        """Running requests with tokens to compute. Each gets at least one token in every step."""
         return [r for r in self.scheduler.running if min(r.num_tokens, r.token_limit - 1) > r.num_planned]
 
     def _check_plan(self, plan: StepPlan, busy: list[Request]) -> None:
         setup = self.setup
         planned = {piece.request_id: piece for piece in plan.slices}
-        self._require(len(planned) == len(plan.slices), "a request stands twice in a plan")
+        self._require(len(planned) == len(plan.slices), "a request occurs twice in a plan")
         self._require(plan.num_tokens <= setup.max_num_batched_tokens, "the token budget was exceeded")
         for batch_index in plan.released:
-            self._slots.pop(batch_index, None)
+            self._batch_rows.pop(batch_index, None)
         for piece in plan.slices:
             self._require(piece.length <= setup.max_chunk_tokens, "a chunk is too long")
             book = self.books[piece.request_id]
             owner = (piece.request_id, piece.epoch)
-            last_owner = self._slots.setdefault(piece.batch_index, owner)
-            self._require(last_owner == owner, "a place has a new owner, and the runner was not told of its release")
+            last_owner = self._batch_rows.setdefault(piece.batch_index, owner)
+            self._require(last_owner == owner, "a batch row has a new owner and its release was not in a plan")
             if piece.sampling.prompt_logprobs is not None and piece.request_id in self._admitted:
-                self._require(piece.start == 0, "prompt logprobs were asked for, and positions were skipped")
+                self._require(piece.start == 0, "prompt logprobs were requested and positions were skipped")
             if piece.request_id in self._started:
                 self._require(piece.start == self._started[piece.request_id], "a hit was not used as reported")
             known = [*book.prompt, *book.delivered]
@@ -706,19 +710,21 @@ class World:
             if request.state is RequestState.RUNNING and request.request_id not in planned:
                 upto = request.num_planned + 1
                 is_alone = len(running) == 1
-                is_short = self.scheduler.cache.shortage(request, upto) > 0  # copies in flight hold the last blocks
-                # Requests behind it, or itself, may not be preempted again before they have made progress.
+                is_short = (
+                    self.scheduler.cache.shortage(request, upto) > 0
+                )  # sources of copies may hold the last blocks
+                # This request, or less urgent ones, may not be preempted again before they have made progress.
                 is_sparing = any(other.num_computed <= self.books[other.request_id].preempted_at for other in running)
                 is_stalled = is_short and (is_sparing or (bool(self.in_flight) and is_alone))
                 self._require(
                     is_stalled or self._may_be_left_out(request, planned),
-                    f"{request!r} had something to compute and was left out",
+                    f"{request!r} had tokens to compute and was left out",
                 )
         is_stuck = plan.is_empty and not self.in_flight and bool(self.books)
-        self._require(not is_stuck, "there is work, and nothing was planned")
+        self._require(not is_stuck, "there is work but nothing was planned")
 
     def _may_be_left_out(self, request: Request, planned: dict[int, SeqSlice]) -> bool:
-        """Only where rows cost time: for requests of a higher tier, or because a step of LOW alone is kept short."""
+        """Whether a request may be left out: only with a step cost, for a higher tier or to keep a LOW step short."""
         if self.fair is None or self.setup.cost is None or request.priority is Priority.HIGH:
             return False
         self.counts["left out"] += 1
@@ -730,7 +736,7 @@ class World:
         return request.priority is Priority.LOW and is_full
 
     def _check_accounts(self, fair: Fair, plan: StepPlan, times: dict[tuple[Priority, str], int]) -> None:
-        """Tenants are charged what is computed for them; more only for a request that then found no memory."""
+        """Check that tenants are charged for their computed tokens; more only if a request then found no memory."""
         computed = dict.fromkeys(times, 0)
         is_short = self._has_preempted or bool(self._busy())
         for piece in plan.slices:
@@ -739,10 +745,10 @@ class World:
         for (priority, tenant), before in times.items():
             charged = fair.ledger.clocks[priority].time(tenant) - before
             is_exact = charged == computed[priority, tenant]
-            # A tier that had all it wanted makes its tenants equal.
+            # If a tier is not short, the times of its tenants are set equal.
             is_equal = len({fair.ledger.clocks[priority].time(name) for name in TENANTS}) == 1
             is_exact = is_exact or (is_equal and charged >= computed[priority, tenant])
-            # A tenant that has nothing to compute moves with the floor.
+            # The time of an idle tenant follows the floor.
             is_idle = not any((b.request.priority, b.request.tenant) == (priority, tenant) for b in self.books.values())
             self._require(
                 is_exact or is_idle or (is_short and charged >= computed[priority, tenant]),
@@ -750,11 +756,13 @@ class World:
             )
 
     def _check_precedence(self, fair: Fair, plan: StepPlan) -> None:
-        """A HIGH request that waits for no prefix waits only for HIGH ones, for a tier that is owed, or for memory that
-        nobody it may preempt could give back."""
+        """Check why the first HIGH request waits.
+
+        Allowed reasons: other HIGH requests, an owed tier, or memory that preemption could not free.
+        """
         head = self.scheduler.waiting.head((Priority.HIGH,))
         if head is None or head[1] is not self._first_high:
-            return  # the one that was first did not fit, and no other request overtakes it
+            return  # another request was first and did not fit; this one may not overtake it
         scheduler, request = self.scheduler, head[1]
         victims = [
             other
@@ -764,13 +772,13 @@ class World:
             and other.priority not in self._owed
             and other.request_id not in self._admitted
         ]
-        num_reserved = len(scheduler.running) - len(plan.slices)  # every running request has a token set aside
+        num_reserved = len(scheduler.running) - len(plan.slices)  # one token is reserved for every running request
         is_budget_used = plan.num_tokens + num_reserved >= self.setup.max_num_batched_tokens
         num_kept = min(scheduler.waiting.num_prefix_waiters(request), self.setup.max_num_seqs // 2)
         shares = {Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 8}
         held = scheduler.running.counts
         may_lose = [one for one in victims if held[one.priority] > int(shares[one.priority] * self.setup.max_num_seqs)]
-        # What is free may be kept for a tier that is owed.
+        # Free batch rows may be reserved for an owed tier.
         is_kept = bool(self._owed & {book.request.priority for book in self._ready()})
         has_free_seq = bool(may_lose) or (scheduler.running.num_free_seqs > num_kept and not is_kept)
         num_needed = -(-len(request.tokens) // self.setup.block_size)
@@ -778,16 +786,16 @@ class World:
         spare = len(scheduler.running) * (2 + num_steps) + num_kept + 1
         cache = scheduler.cache
         num_held = sum(len(victim.block_table) for victim in victims)
-        num_freed = num_held // 2  # what victims share frees nothing
+        num_freed = num_held // 2  # shared blocks of victims do not become free
         has_memory = cache.pool.num_free + num_freed >= num_needed + spare
         is_wronged = has_free_seq and has_memory and not is_budget_used and not self._has_preempted
         self.counts["HIGH waits"] += 1
         if is_wronged:
-            raise WorldFailure(f"{request!r} waits, though it fits: {fair.ledger.credits}")
+            raise WorldFailure(f"{request!r} waits although it fits: {fair.ledger.credits}")
 
     def _check_memory(self) -> None:
-        """What the tree says a block contains is what lies in the runner's memory."""
-        if self.setup.is_colliding:  # a key may mean something else by now
+        """Check that the runner's memory has the content that the tree records for each block."""
+        if self.setup.is_colliding:  # a key may have other content now
             self._entries = {}
             self._done = dict.fromkeys(self._roots, 0)
             self._depth = {}
@@ -799,13 +807,13 @@ class World:
                 if entries is None:
                     entries = self._content(parent_key, block.tokens)
                 if memory[block.block_id][: len(entries)] != entries:
-                    raise WorldFailure(f"{block!r} does not contain what the tree says")
+                    raise WorldFailure(f"{block!r} does not have the content recorded in the tree")
 
     def _content(self, parent_key: bytes, tokens: bytes) -> list[int]:
         size = self.setup.block_size
         parent, path = parent_key, []
         while parent not in self._done:
-            block = self.scheduler.cache.tree.standing(parent)
+            block = self.scheduler.cache.tree.find(parent)
             assert block is not None
             assert block.parent_key is not None
             path.append(block)

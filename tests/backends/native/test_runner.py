@@ -377,9 +377,9 @@ def test_facts_and_capacity(model_path: Path) -> None:
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
         {"max_model_len": 257},
-        {"num_threads": 4096},
+        {"threads": 4096},
         {"num_blocks": 1 << 30},
-        {"num_blocks": None, "kv_bytes": 1},
+        {"num_blocks": None, "kv_memory": 1},
     ],
 )
 def test_what_cannot_be_is_refused(model_path: Path, settings: dict[str, Any]) -> None:

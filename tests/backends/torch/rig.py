@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.config = EngineConfig(
-            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "num_threads": 1, **settings}
+            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "threads": 1, **settings}
         )
         self.engine: Engine = make_engine(path, self.config)
         self.vocab_size = self.engine.capacity.vocab_size

@@ -1,0 +1,287 @@
+"""Tests of benchmark results that do not depend on speed (shares, copies, arithmetic) and of refused settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench.fairness import (
+    MAX_BACKLOG,
+    BacklogSamples,
+    Sample,
+    SaturatedSamples,
+    backlog_size,
+    fairness_report,
+    latency,
+    windows,
+)
+from quire.bench.report import BenchConfig, BenchReport, FairnessReport, Stage
+from quire.bench.run import run_bench
+from quire.core.request import Priority, SamplingParams
+from quire.core.step import StepPlan
+from quire.engine.llm import LLM
+from quire.errors import InvalidRequest
+
+SMALL = BenchConfig(clients=(1, 2, 4), rounds=2, prompt_tokens=20, output_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, backend="torch", device="cpu", threads=1, num_blocks=256) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def report(llm: LLM) -> BenchReport:
+    return run_bench(llm, SMALL)
+
+
+def test_the_speedup_is_measured_in_rounds_against_the_best_single_stream(report: BenchReport) -> None:
+    speedup = report.speedup
+    assert speedup is not None
+    order = [(one.round, one.clients) for one in speedup.measurements]
+    assert order.count((0, 1)) == order.count((1, 1)) == 3  # before, between and after the two batches
+    assert [order.count((number, clients)) for number in (0, 1) for clients in (2, 4)] == [1, 1, 1, 1]
+    singles = [one.tokens_per_s for one in speedup.measurements if one.clients == 1]
+    assert speedup.baseline.tokens_per_s == max(singles)
+    assert list(speedup.ratios) == [2, 4]
+    for level in speedup.levels:
+        rates = [one.tokens_per_s for one in speedup.measurements if one.clients == level.clients]
+        assert level.ratio == pytest.approx(sum(rates) / 2 / max(singles))
+        assert level.ratio_min <= level.ratio <= level.ratio_max
+        assert level.ratio <= level.ratio_to_median
+    assert all(one.num_output_tokens == one.clients * 8 for one in speedup.measurements)
+    assert speedup.num_cached_tokens == 0
+    assert speedup.is_held
+
+
+def test_the_single_stream_is_measured_with_one_thread_and_with_all(llm: LLM) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    try:
+        found = run_bench(llm, replace(SMALL, parts=("speedup",), clients=(2,), rounds=1)).speedup
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert found is not None
+    assert set(found.baseline.best_by_threads) == {1, 2}
+    assert found.baseline.tokens_per_s == max(found.baseline.best_by_threads.values())
+    assert found.baseline.best_by_threads[found.baseline.num_threads] == found.baseline.tokens_per_s
+    assert all(one.num_threads == 2 for one in found.measurements if one.clients > 1)
+
+
+def test_a_second_request_shares_the_head_without_copies(report: BenchReport) -> None:
+    prefix = report.prefix
+    assert prefix is not None
+    assert (prefix.head_tokens, prefix.shared_blocks, prefix.cached_tokens) == (1024, 32, 1024)
+    assert (prefix.ref_count_min, prefix.ref_count_max) == (2, 2)
+    assert prefix.copies == 0
+    assert prefix.is_held
+    assert prefix.ratio == pytest.approx(prefix.ttft_cold_ms / prefix.ttft_hit_ms)
+
+
+def test_siblings_compute_their_prompt_once(report: BenchReport) -> None:
+    assert report.prefix is not None
+    siblings = report.prefix.siblings
+    assert siblings.num_requests == 8
+    assert siblings.prefill_tokens == 1024 + 7  # each request computes the last token of the prompt itself
+    assert siblings.prefill_tokens_unshared == 8 * 1024
+    assert siblings.copies == 7  # and has its own copy of the block of that token
+    assert siblings.is_held
+
+
+def test_run_bench_does_not_measure_fairness(report: BenchReport) -> None:
+    assert "fairness" in report.config.parts
+    assert report.fairness is None
+    assert report.not_held == ()
+
+
+def test_the_report_can_be_written_as_json(report: BenchReport) -> None:
+    document: dict[str, Any] = json.loads(json.dumps(asdict(replace(report, fairness=fairness()))))
+    assert document["setup"]["model"] == "tiny"
+    assert document["setup"]["dtype"] == "float32"
+    assert document["setup"]["num_threads"] == 1
+    assert document["config"]["clients"] == [1, 2, 4]
+    assert document["prefix"]["copies"] == 0
+    assert document["fairness"]["is_held"] is True
+
+
+def test_not_held_lists_each_failed_criterion(report: BenchReport) -> None:
+    assert report.prefix is not None
+    assert report.speedup is not None
+    bad = replace(
+        report,
+        speedup=replace(report.speedup, num_cached_tokens=5, is_held=False),
+        prefix=replace(report.prefix, copies=3, is_held=False, siblings=replace(report.prefix.siblings, is_held=False)),
+        fairness=fairness(ttfts_s=(0.1, 0.31, None), low_tokens=5),
+    )
+    assert [line.split(":")[0] for line in bad.not_held] == ["speedup", "prefix", "siblings", "fairness", "fairness"]
+    assert "3 copies" in bad.not_held[1]
+    assert "is 1.00, 3.10, unknown times that of an idle server, expected at most 3 times" in bad.not_held[3]
+    assert "LOW had 0.5% of all tokens under constant HIGH load, expected at least 11.2% for LOW" in bad.not_held[4]
+
+
+def test_a_disabled_cache_fails_the_prefix_criteria(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cpu", threads=1, num_blocks=512, enable_prefix_caching=False) as llm:
+        report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1))
+    assert report.prefix is not None
+    assert not report.prefix.is_held
+    assert report.prefix.shared_blocks == 0
+    assert report.prefix.siblings.prefill_tokens == 8 * 1024
+    assert len(report.not_held) == 2
+
+
+def test_parts_can_be_chosen_and_progress_is_reported(llm: LLM) -> None:
+    stages: list[Stage] = []
+    report = run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1, head_tokens=64), stages.append)
+    assert report.speedup is None
+    assert report.fairness is None
+    assert [stage.what for stage in stages] == ["warming up", "prefix, 1 of 1", "prefix, 8 siblings"]
+    assert [stage.num_done for stage in stages] == [0, 1, 2]
+    assert {stage.num_stages for stage in stages} == {3}
+    assert stages[0].expected_s is None
+    assert stages[1].expected_s is not None
+
+
+def test_the_engine_is_left_unchanged(llm: LLM, report: BenchReport) -> None:
+    assert report.duration_s > 0
+    assert not llm.engine.has_work
+    assert llm.engine.on_plan is None
+    assert llm.cache_stats().num_cached == 0
+    plans: list[StepPlan] = []
+    llm.engine.on_plan = plans.append
+    try:
+        run_bench(llm, replace(SMALL, parts=("prefix",), rounds=1, head_tokens=64))
+        assert llm.engine.on_plan is not None
+    finally:
+        llm.engine.on_plan = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clients": (1,)}, "clients = (1,) has no number above 1"),
+        ({"clients": (0, 2)}, "clients = 0"),
+        ({"rounds": 0}, "rounds = 0"),
+        ({"output_tokens": 1}, "output_tokens = 1"),
+        ({"parts": ("speed",)}, "parts: 'speed'"),
+        ({"seconds": 0.5}, "seconds = 0.5"),
+        ({"seconds": float("nan")}, "seconds = nan"),
+        ({"seconds": 1e6}, "seconds = 1000000.0 is not a number from 1 to 3600"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
+    ],
+)
+def test_a_config_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message.replace("(", r"\(").replace(")", r"\)")):
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clients": (2, 100)}, "clients = 100 is more than max_num_seqs = 64"),
+        ({"prompt_tokens": 5000}, "speedup needs 5008 tokens of context, and the model has 4096"),
+        ({"head_tokens": 1000}, "head_tokens = 1000 is not a multiple of"),
+        ({"clients": (64,), "prompt_tokens": 200}, "num_blocks = 256 is too few"),
+    ],
+)
+def test_requests_that_would_wait_or_be_preempted_are_refused(llm: LLM, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run_bench(llm, replace(SMALL, **changes))
+
+
+def test_an_engine_with_other_work_is_refused(llm: LLM) -> None:
+    request_id = llm.next_id()
+    llm.engine.add(request_id, [1, 2, 3], SamplingParams(max_tokens=4), priority=Priority.LOW)
+    try:
+        with pytest.raises(InvalidRequest, match="needs an idle engine"):
+            run_bench(llm, SMALL)
+    finally:
+        llm.engine.cancel(request_id)
+
+
+# Arithmetic of the fairness report. The measurement itself is tested in tests/cli/test_bench_fairness.py
+
+
+def sample(ttft_s: float, begun_s: float = 0.0, num_tokens: int = 11, decode_s: float = 1.0) -> Sample:
+    return Sample(begun_s, ttft_s, num_tokens, decode_s)
+
+
+def fairness(
+    *, ttfts_s: tuple[float | None, ...] = (0.1, 0.2, 0.3), low_tokens: int = 150, high_tokens: int = 1000
+) -> FairnessReport:
+    """Idle requests take 100 ms. Window i of 15 s has one request that takes `ttfts_s[i]`, or none."""
+    high = tuple(sample(ttft_s, 15.0 * i) for i, ttft_s in enumerate(ttfts_s) if ttft_s is not None)
+    return fairness_report(
+        4,
+        [sample(0.1)] * 20,
+        BacklogSamples(seconds=45.0, num_low=8, high=high, low_tokens_per_s=100.0, client_cpu=0.01),
+        SaturatedSamples(seconds=22.5, num_each=8, high_tokens=high_tokens, low_tokens=low_tokens, client_cpu=0.01),
+    )
+
+
+def test_latency_percentiles_are_nearest_rank() -> None:
+    found = latency([sample(number / 1000) for number in range(20, 0, -1)])
+    assert (found.requests, found.ttft_ms_p50, found.ttft_ms_p95, found.ttft_ms_max) == (20, 10.0, 19.0, 20.0)
+    assert found.decode_tokens_per_s == 10.0  # the first of the 11 tokens is not counted
+
+
+def test_decode_speed_is_the_median_of_requests_that_decoded() -> None:
+    given = [
+        sample(1, num_tokens=1),
+        sample(1, num_tokens=0, decode_s=0),
+        sample(1, num_tokens=5),
+        sample(1, decode_s=5),
+    ]
+    assert latency(given).decode_tokens_per_s == 3.0  # of 4 and 2
+    assert latency([sample(1, num_tokens=1)]).decode_tokens_per_s is None
+
+
+def test_latency_without_requests_is_none() -> None:
+    found = latency([])
+    assert found.requests == 0
+    assert found.ttft_ms_p50 is found.ttft_ms_p95 is found.ttft_ms_max is found.decode_tokens_per_s is None
+
+
+def test_a_request_belongs_to_the_window_it_started_in() -> None:
+    begun_s = (0.0, 14.9, 15.0, 30.0, 44.9, 45.1)
+    found = windows([sample(0.2, at_s) for at_s in begun_s], 45.0, latency([sample(0.1)]))
+    assert [(one.begin_s, one.end_s, one.latency.requests) for one in found] == [(0, 15, 2), (15, 30, 1), (30, 45, 3)]
+    assert [one.ttft_ratio for one in found] == [2.0, 2.0, 2.0]
+
+
+def test_fairness_needs_both_criteria() -> None:
+    assert fairness().is_held
+    assert fairness(ttfts_s=(0.1, 0.1, 0.3)).is_held  # 3 times is allowed
+    assert not fairness(ttfts_s=(0.1, 0.1, 0.31)).is_held  # every window must be within the limit
+    assert not fairness(ttfts_s=(0.1, None, 0.1)).is_held  # no request started for 15 seconds
+    assert not fairness(low_tokens=100).is_held  # 9.1 % of all tokens
+    assert not fairness(low_tokens=0, high_tokens=0).is_held
+
+
+def test_the_low_share_must_be_nine_tenths_of_the_guaranteed_share() -> None:
+    found = fairness(low_tokens=250, high_tokens=750)
+    assert (found.saturated.low_share, found.saturated.guaranteed_share) == (0.25, 0.125)
+    assert found.min_low_share == pytest.approx(0.1125)
+    assert fairness(low_tokens=0, high_tokens=0).saturated.low_share is None
+
+
+def test_decode_ratio_compares_the_backlog_phase_with_the_idle_server() -> None:
+    slow = BacklogSamples(45.0, 8, (sample(0.1, decode_s=2.0), sample(0.1, decode_s=4.0)), 100.0, 0.01)
+    found = fairness_report(4, [sample(0.1)], slow, SaturatedSamples(22.5, 8, 7, 1, 0.01))
+    assert found.backlog.latency.decode_tokens_per_s == pytest.approx(3.75)
+    assert found.backlog.decode_ratio == pytest.approx(0.375)
+
+
+def test_the_backlog_lasts_longer_than_the_phase() -> None:
+    config = BenchConfig(seconds=30.0, max_num_seqs=4, output_tokens=64)
+    assert backlog_size(config, [sample(0.1)] * 3) == 19  # 30 s of 4 streams of 10 tok/s, in answers of 64
+    assert backlog_size(replace(config, seconds=1), [sample(0.1)]) == 8  # at least twice max_num_seqs
+    assert backlog_size(replace(config, max_num_seqs=1000), [sample(0.1, decode_s=0.01)]) == MAX_BACKLOG
+    assert backlog_size(replace(config, max_num_seqs=4000), []) == 8000

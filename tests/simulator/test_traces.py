@@ -1,0 +1,156 @@
+"""Tests of reading and generating traces."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.core.request import Priority
+from quire.errors import InvalidRequest, TraceError
+from quire.sim.traces import TraceRequest, read_trace, synthesize, text
+
+GOOD = {"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 3}
+
+
+def write(folder: Path, *lines: object) -> str:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def test_a_line_is_a_request(tmp_path: Path) -> None:
+    line = {
+        **GOOD,
+        "shared": [["system", 4], ["document", 3]],
+        "output": "answer",
+        "priority": "low",
+        "salt": "team",
+        "cancel_after_s": 2,
+    }
+    (request,) = read_trace(write(tmp_path, line, ""))
+    assert request == TraceRequest(
+        1.5, 10, 3, (("system", 4), ("document", 3)), "answer", (), Priority.LOW, "team", 2.0
+    )
+    ids = request.prompt_ids(0)
+    assert ids[:7] == text("system", 4) + text("document", 3)
+    assert len(ids) == 10
+    assert request.output_ids(0) == text("answer", 3)
+
+
+def test_a_trace_is_sorted_by_arrival(tmp_path: Path) -> None:
+    requests = read_trace(write(tmp_path, {**GOOD, "arrival_s": 5}, {**GOOD, "arrival_s": 2}))
+    assert [request.arrival_s for request in requests] == [2, 5]
+
+
+def test_token_ids_can_be_given(tmp_path: Path) -> None:
+    (request,) = read_trace(write(tmp_path, {"arrival_s": 0, "prompt": [4, 5, 6], "output_tokens": 1}))
+    assert (request.prompt_ids(9), request.prompt_tokens) == ([4, 5, 6], 3)
+
+
+def test_mooncake_lines_are_accepted(tmp_path: Path) -> None:
+    line = {"timestamp": 2500, "input_length": 1100, "output_length": 0, "hash_ids": [7, 8, 9]}
+    (request,) = read_trace(write(tmp_path, line))
+    assert (request.arrival_s, request.prompt_tokens, request.output_tokens) == (2.5, 1100, 1)
+    assert request.prompt_ids(0)[:1024] == text("hash 7", 512) + text("hash 8", 512)
+
+
+def test_null_is_the_same_as_a_missing_field(tmp_path: Path) -> None:
+    line = {**GOOD, "shared": None, "output": None, "priority": None, "salt": None, "cancel_after_s": None}
+    assert read_trace(write(tmp_path, line)) == [TraceRequest(1.5, 10, 3)]
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert len(read_trace(str(path))) == 1
+
+
+def test_a_trace_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(GOOD)))
+    assert read_trace("-") == [TraceRequest(1.5, 10, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not a JSON object on one line"),
+        ("[1]", "line 2: not a JSON object on one line"),
+        ("[" * 100_000, "line 2: not a JSON object on one line"),
+        ('{"a": 1, "a": 2}', "line 2: field 'a' occurs twice"),
+        ({"arrival_s": 1, "output_tokens": 3}, "line 2: field 'prompt_tokens' is missing"),
+        ({**GOOD, "arrival_s": -1}, "line 2: field 'arrival_s' = -1 is not a number from 0 to 1e"),
+        ({**GOOD, "arrival_s": 1e308}, r"line 2: field 'arrival_s' = 1e\+308 is not a number"),
+        ({**GOOD, "arrival_s": 10**400}, "line 2: field 'arrival_s' = 1000.* is not a number"),
+        ({**GOOD, "arrival_s": "soon"}, "line 2: field 'arrival_s' = 'soon' is not a number"),
+        ('{"arrival_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "field 'arrival_s' = nan is not a number"),
+        ({**GOOD, "cancel_after_s": 1.7e308}, "line 2: field 'cancel_after_s' = 1.7e.* is not a number"),
+        ({**GOOD, "prompt_tokens": 0}, "line 2: field 'prompt_tokens' = 0 is not a whole number from 1"),
+        ({**GOOD, "output_tokens": 2.5}, "line 2: field 'output_tokens' = 2.5 is not a whole number"),
+        ({**GOOD, "output_tokens": 10**12}, "line 2: field 'output_tokens' = 1000000000000 is not a whole number"),
+        ({**GOOD, "priority": "URGENT"}, "line 2: field 'priority' = 'URGENT' is not one of HIGH, NORMAL, LOW"),
+        ({**GOOD, "salt": 5}, "line 2: field 'salt' = 5 is not a printable string"),
+        ({**GOOD, "salt": "\ud800"}, "line 2: field 'salt' = .* is not a printable string"),
+        ({**GOOD, "output": "\ud800"}, "line 2: field 'output' = .* is not a printable string"),
+        ({**GOOD, "shared": [["a"]]}, r"line 2: field 'shared' = \[\['a'\]\] is not a list of"),
+        ({**GOOD, "shared": [["a", True]]}, "line 2: field 'shared' = .* is not a list of"),
+        ({**GOOD, "shared": [["\ud800", 1]]}, "line 2: field 'shared' = .* is not a list of"),
+        ({**GOOD, "shared": [["a", 11]]}, "line 2: field 'shared' has 11 tokens, more than prompt_tokens = 10"),
+        ({**GOOD, "prompt": [1]}, "line 2: field 'prompt' cannot be combined with prompt_tokens"),
+        (
+            {"arrival_s": 0, "output_tokens": 1, "prompt": [1, -2]},
+            r"line 2: field 'prompt\[1\]' = -2 is not a token id",
+        ),
+        ({"arrival_s": 0, "output_tokens": 1, "prompt": []}, r"line 2: field 'prompt' = \[\] is not a list"),
+        ({"arrival_s": 0, "output_tokens": 1, "prompt": "hello"}, "line 2: field 'prompt' = 'hello' is not a list"),
+        ({**GOOD, "promt_tokens": 3}, "line 2: field 'promt_tokens' is unknown; known fields are arrival_s"),
+        ({"hash_ids": "x", "input_length": 5}, "line 2: field 'hash_ids' = 'x' is not a list of whole numbers"),
+        ({"hash_ids": [True], "input_length": 5}, "line 2: field 'hash_ids' = .True. is not a list of whole"),
+        ({"hash_ids": []}, "line 2: field 'input_length' is missing"),
+        ({"hash_ids": [], "input_length": 1, "output_length": 1, "timestamp": 0, "x": 1}, "field 'x' is unknown"),
+    ],
+)
+def test_errors_name_the_line_and_the_field(tmp_path: Path, line: object, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(tmp_path, GOOD, line))
+
+
+def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"nothing.jsonl: No such file"):
+        read_trace(str(tmp_path / "nothing.jsonl"))
+    with pytest.raises(TraceError, match="Is a directory"):
+        read_trace(str(tmp_path))
+    with pytest.raises(TraceError, match="no requests"):
+        read_trace(write(tmp_path, ""))
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"binary.jsonl: not UTF-8 text"):
+        read_trace(str(binary))
+
+
+def test_synthetic_traces_survive_a_round_trip(tmp_path: Path) -> None:
+    requests = synthesize(200, 5.0, seed=3)
+    assert read_trace(write(tmp_path, *(request.as_line() for request in requests))) == requests
+    given = TraceRequest(0.0, 3, 1, prompt=(4, 5, 6))
+    assert read_trace(write(tmp_path, given.as_line())) == [given]
+    assert synthesize(200, 5.0, seed=3) == requests
+    assert synthesize(200, 5.0, seed=4) != requests
+
+
+def test_a_synthetic_chat_contains_its_own_answers() -> None:
+    requests = synthesize(200, 5.0)
+    answers = {request.output for request in requests if request.output}
+    turns = [request for request in requests if any(name in answers for name, _ in request.shared)]
+    assert len(turns) > 40
+    assert {request.priority for request in requests} == set(Priority)
+
+
+@pytest.mark.parametrize(
+    ("count", "rate"), [(0, 1.0), (10**9, 1.0), (1, 0.0), (1, -2.0), (1, float("nan")), (1, 1e-320)]
+)
+def test_an_impossible_synthetic_trace_is_refused(count: int, rate: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"requests = |rate = "):
+        synthesize(count, rate)
