@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -137,6 +138,10 @@ def open_page(browser: Browser, server: Server) -> None:
 def count(browser: Browser, state: str) -> int:
     text = browser.text(f"#count-{state}").replace(",", "")
     return int(text) if text.isdigit() else 0
+
+
+def wait_for_text(browser: Browser, selector: str, text: str) -> None:
+    browser.wait(text, lambda: text in browser.text(selector))
 
 
 def say(browser: Browser, text: str) -> str:
@@ -561,9 +566,24 @@ def test_odd_entries_in_storage_are_ignored(browser: Browser, server: Server) ->
     browser.run(
         "localStorage.clear(); arguments[0].forEach((text, i) => localStorage.setItem('quire-chat:' + i, text))", odd
     )
+    settings: dict[str, Any] = {"system": "", "temperature": None, "max_tokens": None}
+    chat: dict[str, Any] = {"id": "z", "title": "t", "updated": 1, "turns": [], "settings": settings}
+    answer = {"role": "assistant", "content": "a", "usage": {"completion_tokens": "many"}}
+    for part in (
+        {"settings": {"system": 1}},
+        {"turns": [answer]},
+        {"turns": {}},
+        {"updated": None},
+        {"settings": None},
+    ):
+        browser.run("localStorage.setItem('quire-chat:z', arguments[0])", json.dumps({**chat, **part}))
+        browser.open(server.url)
+        browser.wait("it opens", lambda: is_open(browser))
+        assert browser.run("return document.querySelectorAll('#chats li').length") == 0, part
+    browser.run("localStorage.setItem('quire-chat:z', arguments[0])", json.dumps(chat))
     browser.open(server.url)
     browser.wait("it opens", lambda: is_open(browser))
-    assert browser.run("return document.querySelectorAll('#chats li').length") == 0
+    assert browser.run("return document.querySelectorAll('#chats li').length") == 1
     assert browser.complaints() == []
 
 
@@ -646,7 +666,7 @@ def test_a_key_is_asked_for_explained_and_kept_for_the_tab(browser: Browser, tin
         ):
             browser.run("document.getElementById('key').value = ''")
             browser.type("#key", wrong)
-            browser.wait(why, lambda why=why: why in browser.text("#key-note"))
+            wait_for_text(browser, "#key-note", why)
             assert not is_open(browser)
         browser.type("#key", "Bearer " + KEY + "\n")
         browser.wait("the right one opens", lambda: is_open(browser))

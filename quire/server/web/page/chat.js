@@ -89,7 +89,6 @@ const draw = () => {
 const show = (wanted) => {
   if (running) running.abort();
   chat = wanted;
-  if (!chat.settings) chat.settings = { system: "", temperature: null, max_tokens: MAX_TOKENS };
   showSettings();
   draw();
   listHistory(chat.id);

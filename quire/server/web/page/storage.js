@@ -18,9 +18,16 @@ const attempt = (action) => {
 
 export const storageProblem = () => problem;
 
-const isTurn = (one) => one && typeof one.content === "string" && (one.role === "user" || one.role === "assistant");
+// An entry of another version, or changed by hand, must not break the page.
+const isTurn = (one) => one && typeof one.content === "string" && (one.role === "user" || one.role === "assistant")
+  && (!one.usage || (typeof one.usage.completion_tokens === "number" && typeof one.took_s === "number"))
+  && (!one.cache || typeof one.cache.message === "string") && (!one.calls || Array.isArray(one.calls));
 
-const isChat = (one) => one && typeof one.id === "string" && typeof one.title === "string" && Array.isArray(one.turns) && one.turns.every(isTurn);
+const isSettings = (one) => one && typeof one.system === "string"
+  && [one.temperature, one.max_tokens].every((value) => value === null || typeof value === "number");
+
+const isChat = (one) => one && typeof one.id === "string" && typeof one.title === "string" && typeof one.updated === "number"
+  && isSettings(one.settings) && Array.isArray(one.turns) && one.turns.every(isTurn);
 
 const read = (name) => {
   try {
