@@ -569,13 +569,8 @@ def test_odd_entries_in_storage_are_ignored(browser: Browser, server: Server) ->
     settings: dict[str, Any] = {"system": "", "temperature": None, "max_tokens": None}
     chat: dict[str, Any] = {"id": "z", "title": "t", "updated": 1, "turns": [], "settings": settings}
     answer = {"role": "assistant", "content": "a", "usage": {"completion_tokens": "many"}}
-    for part in (
-        {"settings": {"system": 1}},
-        {"turns": [answer]},
-        {"turns": {}},
-        {"updated": None},
-        {"settings": None},
-    ):
+    wrong: list[dict[str, Any]] = [{"settings": {"system": 1}}, {"settings": None}, {"turns": [answer]}, {"turns": {}}]
+    for part in [*wrong, {"updated": None}]:
         browser.run("localStorage.setItem('quire-chat:z', arguments[0])", json.dumps({**chat, **part}))
         browser.open(server.url)
         browser.wait("it opens", lambda: is_open(browser))

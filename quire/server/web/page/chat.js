@@ -37,7 +37,7 @@ const noteSettings = () => {
   const { system, temperature, max_tokens: most } = chat.settings;
   const parts = [system ? "system prompt" : "", "temperature " + (temperature === null ? "default" : temperature),
     most === null ? "" : num(most) + " tokens"];
-  setText(byId("settings-note"), parts.filter(Boolean).join(" · "));
+  setText(byId("settings-note"), ": " + parts.filter(Boolean).join(" · "));
 };
 
 const readSettings = () => {
