@@ -22,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
     # The tests start hundreds of processes, so bytecode is cached even if the environment disables it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ["QUIRE_STATE_DIR"] = "none"  # tests must not use the stored files and batches of this user
 os.environ["QUIRE_SERVER"] = "none"  # tests must not use a server that runs on port 8000 of this machine
 
 # A shell that runs the tests in the background makes them ignore SIGINT, and their children inherit that.
@@ -58,7 +59,9 @@ SLOW_FILES_S = {
     "backends/native/test_precision.py": 43,
     "test_types.py": 37,
     "backends/torch/test_compiling.py": 31,
+    "server/test_batches.py": 40,
     "server/test_schemathesis.py": 31,
+    "cli/test_batch.py": 30,
     "backends/native/test_invariance.py": 27,
     "server/test_page.py": 27,
     "backends/torch/test_models.py": 25,

@@ -23,6 +23,7 @@ SERVE_GROUPS = {
         *("scheduling_policy", "normal_share", "low_share", "patience", "max_num_seqs", "max_num_batched_tokens"),
         "max_chunk_tokens",
     ),
+    "Files and batches": ("state_dir", "max_file_size", "max_file_storage"),
 }
 OTHER = "Limits, logs and everything else"
 HEAD = """# Options

@@ -169,7 +169,7 @@ def at(address: str, text: str) -> str:
     return text.replace("http://127.0.0.1:8000", address)
 
 
-_SERVED = ("serving", "keys", "page", "caching", "metrics", "tools", "structured", "clients")
+_SERVED = ("serving", "batch", "keys", "page", "caching", "metrics", "tools", "structured", "clients")
 SERVED = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in _SERVED)]
 
 

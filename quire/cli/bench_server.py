@@ -1,4 +1,4 @@
-"""A `quire serve` process for `quire bench`: on a free port of this machine, and stopped however the bench ends."""
+"""A private `quire serve` process for `quire bench` and `quire batch`: on a free port, and stopped however they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -21,6 +22,7 @@ from quire.errors import MissingExtra, QuireError
 STOP_S = 10.0  # after SIGTERM; then it is killed
 NUM_TAIL_LINES = 10
 KEPT_VARIABLES = ("QUIRE_CACHE",)  # where models are; the other variables would be options of the server
+_SERVE = "from quire.cli.bench_server import run_while_parent_lives; run_while_parent_lives()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +32,37 @@ class ServerProcess:
     num_threads: int
 
 
-def check_installed() -> None:
+def check_installed(what: str = "the server of the fairness part") -> None:
     """Refuse before anything is measured: `quire bench` runs without the server's libraries, but for this part."""
     try:
         import quire.server.launcher  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("quire"):
             raise
-        raise MissingExtra.of("the server of the fairness part", error.name) from error
+        raise MissingExtra.of(what, error.name) from error
 
 
 @contextmanager
-def serving(model: str, options: Sequence[str]) -> Iterator[ServerProcess]:
-    """Start a server and wait until it is ready. The last lines of its log are added to errors."""
-    command = [sys.executable, "-m", "quire", "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
-    variables = {
+def serving(model: str, options: Sequence[str], variables: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Start a server and wait until it is ready. The last lines of its log are added to errors.
+
+    `variables`: of its environment, which other users of the machine cannot read, unlike options. It has no state
+    directory: batches that another server keeps there are not its own.
+    """
+    command = [sys.executable, "-c", _SERVE, "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
+    command += ["--state-dir", "none"]
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name in KEPT_VARIABLES
-    }
+    } | dict(variables or {})
     with TemporaryFile("a+", encoding="utf-8", errors="replace") as log, _terminable():
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # ends with this process, even if it is killed
             stdout=subprocess.PIPE,
             stderr=log,
             encoding="utf-8",
             errors="replace",
-            env=variables,
+            env=environment,
         )
         try:
             yield _wait_ready(process)
@@ -65,6 +72,21 @@ def serving(model: str, options: Sequence[str]) -> Iterator[ServerProcess]:
             raise type(error)(f"{error}. The end of its log:\n{tail}") from error
         finally:
             _stop(process)
+
+
+def run_while_parent_lives() -> None:
+    """The `quire` command in a child process: its standard input is a pipe that ends with the parent."""
+    from quire.cli.main import run
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        for _ in range(2):  # the second signal ends requests that are still open
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    run()
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
@@ -94,8 +116,9 @@ def _stop(process: subprocess.Popen[str]) -> None:
     finally:  # also if somebody presses Ctrl-C once more
         process.kill()
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "serve": "Serve models to OpenAI, Anthropic and Ollama clients.",
     "generate": "Answer one prompt.",
     "chat": "Talk with a model.",
+    "batch": "Answer a file of prompts or requests.",
     "bench": "Measure a model here.",
     "pull": "Fetch a model; with no name, the default one.",
     "models": "List the models on this machine and the ones that can be fetched.",

@@ -113,6 +113,11 @@ def serve(
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait.")] = 60.0,
     drain: Annotated[float, Opt(help="Seconds for requests under way after SIGTERM.")] = 30.0,
     max_body_size: Annotated[str, Opt(metavar="SIZE", help="Largest body of a request.")] = "16M",
+    state_dir: Annotated[
+        str | None, Opt(metavar="PATH", help="Folder for uploaded files and batches; none: do not serve them.")
+    ] = None,
+    max_file_size: Annotated[str, Opt(metavar="SIZE", help="Largest uploaded file.")] = "200M",
+    max_file_storage: Annotated[str, Opt(metavar="SIZE", help="Largest size of all files of one key.")] = "2G",
     body_timeout: Annotated[float, Opt(help="Seconds for a body to arrive, and one for each MiB.")] = 10.0,
     header_timeout: Annotated[float, Opt(help="Seconds for headers to arrive.")] = 10.0,
     slow_client_timeout: Annotated[float, Opt(help="Seconds a stream may go unread.")] = 30.0,
@@ -200,16 +205,27 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     from quire.server.config import ServeConfig
 
     given = dict(options)
-    for name in ("memory", "max_body_size"):
+    for name in ("memory", "max_body_size", "max_file_size", "max_file_storage"):
         if given[name] is not None:
             given[name] = parse_size(option_name(name), given[name])
     for name in ("api_key", "admin_api_key", "allowed_origins", "allowed_hosts"):
         given[name] = tuple(given[name] or ())
+    given["state_dir"] = _state_dir(given["state_dir"])
     given["max_waiting"] = max(4096, 32 * given["max_queue"])
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
     server = {field.name: given[field.name] for field in fields(ServeConfig) if field.name != "models"}
     draft = ServeConfig(models=list_models(options, engine), **server)
     return replace(draft, models=locate_all(draft.models))
+
+
+def _state_dir(given: str | None) -> Path | None:
+    """By default where programs of this user keep their state."""
+    if given is not None:
+        return None if given.lower() == "none" else Path(os.path.abspath(os.path.expanduser(given)))
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
+    except RuntimeError:  # a user without a home directory
+        return None
 
 
 def announce(startup: Startup) -> None:

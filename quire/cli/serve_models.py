@@ -23,7 +23,8 @@ ENGINE_FIELDS = (
     *("max_model_len", "max_num_seqs", "num_blocks", "kv_memory", "dtype", "precision", "backend", "load_format"),
     *("device", "threads"),
 )
-PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile")  # options that are paths and nothing else
+# Options that are paths and nothing else; state_dir may also be `none`.
+PATHS = ("models_dir", "api_keys_file", "ssl_certfile", "ssl_keyfile", "state_dir")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if "model" in values and "models" in values:
         raise InvalidRequest(f"--config {str(path)!r}: model and models exclude each other: name them all under models")
     for name in PATHS:
-        if isinstance(values.get(name), str):
+        if isinstance(values.get(name), str) and values[name] != "none":
             values[name] = os.path.join(_folder(path), os.path.expanduser(values[name]))
     for name in ("model", "models"):
         if name in values:

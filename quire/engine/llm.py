@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from quire.engine.engine import EngineOutput
 from quire.engine.model_text import ModelText
 from quire.engine.outputs import Answers, Delta, GenerationOutput
 from quire.engine.params import GenerationParams, GenerationRequest
+from quire.engine.progress import progress_bar
 from quire.engine.structured.grammars import Compiled, Grammars
 from quire.errors import InvalidRequest, ModelNotFound, QueueFull
 from quire.text.messages import ChatRequest, Message, Part, Role
@@ -63,13 +64,17 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
+        progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Continue each prompt, raw text or token ids. A failed prompt has its error in the output; others go on."""
+        """Continue each prompt, raw text or token ids. A failed prompt has its error in the output; others go on.
+
+        `progress`: show a bar on a terminal while there are several prompts.
+        """
         if not isinstance(prompts, str | list | tuple):
             raise InvalidRequest(f"prompts = {prompts!r:.80} is not text, token ids or a list of them")
         todo: list[Prompt] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
         requests = [self.text.request(self._encode(prompt), one) for prompt, one in _pair(todo, params)]
-        return self._run(requests, on_output)
+        return self._run(requests, on_output, has_bar=progress and len(requests) > 1)
 
     def chat(
         self,
@@ -77,14 +82,18 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
         on_output: OnOutput | None = None,
+        progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer each conversation, using the model's chat template. A string is a single user message."""
+        """Answer each conversation, using the model's chat template. A string is a single user message.
+
+        `progress`: show a bar on a terminal while there are several conversations.
+        """
         todo: list[Any] = [conversations] if _is_conversation(conversations) else list(conversations)  # type: ignore[arg-type]
         requests = [
             self.text.request(self.text.encode_chat(chat, self.max_model_len), chosen, chat=chat)
             for chat, chosen in ((as_chat(one), chosen) for one, chosen in _pair(todo, params))
         ]
-        return self._run(requests, on_output)
+        return self._run(requests, on_output, has_bar=progress and len(requests) > 1)
 
     def stream(self, request: GenerationRequest) -> Generator[Delta, None, None]:
         """Yield the deltas of one request. Closing the generator early cancels it."""
@@ -127,13 +136,18 @@ class LLM:
             raise InvalidRequest(f"prompt = {prompt!r:.80} is not text or a list of token ids")
         return tuple(prompt)
 
-    def _run(self, requests: Sequence[GenerationRequest], on_output: OnOutput | None) -> list[GenerationOutput]:
+    def _run(
+        self, requests: Sequence[GenerationRequest], on_output: OnOutput | None, *, has_bar: bool
+    ) -> list[GenerationOutput]:
         run = _Run(self, requests)
         try:
-            while not run.is_finished:
-                for number, delta in run.step():
-                    if on_output is not None:
-                        run.call_back(on_output, number, delta)
+            with progress_bar([request.n for request in requests]) if has_bar else nullcontext() as bar:
+                while not run.is_finished:
+                    for number, delta in run.step():
+                        if bar is not None:
+                            bar(number, delta)
+                        if on_output is not None:
+                            run.call_back(on_output, number, delta)
         finally:
             run.close()
         return [answers.output() for answers in run.answers]

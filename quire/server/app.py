@@ -24,6 +24,21 @@ from quire.server.admin import cache
 from quire.server.admin import models as admin_models
 from quire.server.admin import requests as admin_requests
 from quire.server.auth import KeyRing, presented
+from quire.server.batches import endpoints as batches
+from quire.server.batches.sender import Sender
+from quire.server.batches.service import BatchService
+from quire.server.batches.store import StateDir
+from quire.server.batches.types import (
+    BatchesQuery,
+    BatchList,
+    BatchObject,
+    CreateBatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+    FilesQuery,
+    UploadForm,
+)
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
 from quire.server.http.openapi import openapi
@@ -101,6 +116,7 @@ class Endpoint:
     generates: bool = False  # refused before its body is read while all queues are full
     tag: str = "server"
     query: type[msgspec.Struct] | None = None  # the URL's query parameters
+    form: type[msgspec.Struct] | None = None  # a body of multipart/form-data
 
 
 async def openapi_json(context: RequestContext) -> Response:
@@ -151,6 +167,36 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         admin_models.PinRequest, admin_models.ModelStatus, access=Access.ADMIN, tag="models",
     ),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model, "Show one model.", answer=Model, tag="openai"),
+    Endpoint(
+        "POST", "/v1/files", batches.upload_file, "Upload the requests of a batch, as JSONL.",
+        answer=FileObject, tag="batches", form=UploadForm,
+    ),
+    Endpoint(
+        "GET", "/v1/files", batches.list_files, "List the files of this key.",
+        answer=FileList, tag="batches", query=FilesQuery,
+    ),
+    Endpoint(
+        "GET", "/v1/files/{file_id}", batches.get_file, "Describe a file.", answer=FileObject, tag="batches",
+    ),
+    Endpoint(
+        "DELETE", "/v1/files/{file_id}", batches.delete_file, "Delete a file.", answer=FileDeleted, tag="batches",
+    ),
+    Endpoint("GET", "/v1/files/{file_id}/content", batches.file_content, "Download a file.", tag="batches"),
+    Endpoint(
+        "POST", "/v1/batches", batches.create_batch, "Run the requests of a file, at low priority.",
+        CreateBatchRequest, BatchObject, tag="batches",
+    ),
+    Endpoint(
+        "GET", "/v1/batches", batches.list_batches, "List the batches of this key.",
+        answer=BatchList, tag="batches", query=BatchesQuery,
+    ),
+    Endpoint(
+        "GET", "/v1/batches/{batch_id}", batches.get_batch, "Describe a batch.", answer=BatchObject, tag="batches",
+    ),
+    Endpoint(
+        "POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch. Its results are kept.",
+        answer=BatchObject, tag="batches",
+    ),
     Endpoint(
         "POST", "/v1/messages", anthropic.messages, "Answer a conversation (Anthropic Messages API).",
         MessagesRequest, MessageResponse, ANTHROPIC, streams=True, generates=True, tag="anthropic",
@@ -342,7 +388,13 @@ class Path:
     """All methods of one path, as an ASGI application."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], models: Models, watch: Watch, gate: Gate, limits: RequestLimits
+        self,
+        endpoints: Sequence[Endpoint],
+        models: Models,
+        watch: Watch,
+        gate: Gate,
+        limits: RequestLimits,
+        batches: BatchService | None = None,
     ) -> None:
         self._endpoints = {endpoint.method: endpoint for endpoint in endpoints}
         if "GET" in self._endpoints:
@@ -352,9 +404,13 @@ class Path:
         self._watch = watch
         self._gate = gate
         self._limits = limits
+        self._batches = batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = RequestContext(scope, receive, send, models=self._models, watch=self._watch, limits=self._limits)
+        call = RequestContext(
+            scope, receive, send,
+            models=self._models, watch=self._watch, limits=self._limits, batches=self._batches,
+        )  # fmt: skip
         endpoint = self._endpoints.get(scope["method"])
         call.endpoint = self._first.path  # the route, not the requested path: it is a metrics label
         call.dialect = self._dialect(call)
@@ -394,12 +450,16 @@ async def not_found(context: RequestContext) -> Response:
     raise ApiError(Kind.NOT_FOUND, f"there is no endpoint {path!r:.200}; {advice(path, meant)}")
 
 
-def make_app(served: Models, gate: Gate, limits: RequestLimits) -> ASGIApp:
+def make_batches(served: Models, gate: Gate, limits: RequestLimits, store: StateDir) -> BatchService:
+    return BatchService(store, Sender(served, Watch(served), limits), gate.keys)
+
+
+def make_app(served: Models, gate: Gate, limits: RequestLimits, batches: BatchService | None = None) -> ASGIApp:
     paths: dict[str, list[Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint)
     watch = Watch(served)
-    routes = [Route(path, Path(rows, served, watch, gate, limits)) for path, rows in paths.items()]
+    routes = [Route(path, Path(rows, served, watch, gate, limits, batches)) for path, rows in paths.items()]
     methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
     fallback = Path([Endpoint(method, "*", not_found, "") for method in methods], served, watch, gate, limits)
     app: ASGIApp = Router(routes, redirect_slashes=False, default=fallback)
@@ -407,7 +467,7 @@ def make_app(served: Models, gate: Gate, limits: RequestLimits) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=gate.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=[
                 "x-request-id",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -44,9 +44,15 @@ class Key:
     is_admin: bool = False
     limits: Limits = field(default_factory=Limits)
     namespace: str = ""  # part of every chain key: two namespaces share no cache
+    identity: str = ""  # of keys without a name: their number may belong to another key after a restart
 
     def priority(self, wish: Priority | None) -> Priority:
         return self.tier if wish is None else max(self.ceiling, wish)
+
+    @property
+    def owner(self) -> str:
+        """The name that stored files and batches have their owner under."""
+        return self.identity or self.name
 
 
 # The key of every request to a server without keys: an admin key. Such a server listens on this machine only, unless
@@ -86,6 +92,11 @@ class KeyRing:
                 found = key
         return found
 
+    def find_owner(self, owner: str) -> Key | None:
+        """The key that stored something under this name, if it is still in use."""
+        keys = [key for _, key in self._keys] if self._keys else [LOCAL]
+        return next((key for key in keys if key.owner == owner), None)
+
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """Return the keys in the headers: `Authorization: Bearer KEY` (OpenAI) and `x-api-key: KEY` (Anthropic).
@@ -122,7 +133,8 @@ def make_keyring(
     keys: list[tuple[str, Key]] = []
     for prefix, secrets, is_admin in (("key", api_keys, False), ("admin", admin_keys, True)):
         for number, secret in enumerate(secrets, 1):
-            keys.append((secret, _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)))
+            key = _key(f"{prefix}-{number}", Priority.NORMAL, is_admin, Limits(), is_shared)
+            keys.append((secret, replace(key, identity=f"{prefix}:{_digest(secret).hex()[:16]}")))
     for entry in _read(path).keys if path is not None else ():
         if entry.tier.upper() not in Priority.__members__:
             tiers = ", ".join(name.lower() for name in Priority.__members__)

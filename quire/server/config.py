@@ -70,6 +70,9 @@ class ServeConfig:
     queue_timeout: float = 60.0
     drain: float = 30.0
     max_body_size: int = 16 << 20
+    state_dir: Path | None = None  # of uploaded files and batches; None: they are not served
+    max_file_size: int = 200 << 20
+    max_file_storage: int = 2 << 30  # of all files of one key
     body_timeout: float = 10.0
     header_timeout: float = 10.0
     slow_client_timeout: float = 30.0
@@ -91,6 +94,8 @@ class ServeConfig:
             ("max_queue", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 40),
             ("max_body_size", 1024, 1 << 30),
+            ("max_file_size", 1024, 1 << 40),
+            ("max_file_storage", 1024, 1 << 50),
             ("max_connections", 1, 1 << 20),
         ):
             value = getattr(self, name)

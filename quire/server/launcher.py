@@ -17,8 +17,9 @@ from quire.backends.kv_memory import CPU_CAP
 from quire.backends.machine import has_nvidia
 from quire.engine.model_manager import default_budget
 from quire.engine.worker.protocol import Ready
-from quire.server.app import Gate, make_app
+from quire.server.app import Gate, make_app, make_batches
 from quire.server.auth import make_keyring
+from quire.server.batches.store import StateDir
 from quire.server.config import ServeConfig
 from quire.server.http.server import HttpProtocol, HttpServer, bind, make_config, raise_file_limit
 from quire.server.model_service import ServiceLimits
@@ -102,7 +103,11 @@ class _Main:
         config = self._config
         self._models = self._make_models()
         call_limits = RequestLimits(config.max_body_size, config.body_timeout, config.keep_alive_interval)
-        app = make_app(self._models, self._gate, call_limits)
+        self._batches = None
+        if config.state_dir is not None:
+            store = StateDir(config.state_dir, config.max_file_size, config.max_file_storage)
+            self._batches = make_batches(self._models, self._gate, call_limits, store)
+        app = make_app(self._models, self._gate, call_limits, self._batches)
         HttpProtocol.max_connections = raise_file_limit(config.max_connections)
         HttpProtocol.header_s = config.header_timeout
         HttpProtocol.slow_reader_s = config.slow_client_timeout
@@ -123,6 +128,8 @@ class _Main:
         finally:
             starting.cancel()
             await asyncio.wait({starting})
+            if self._batches is not None:
+                await self._batches.stop()
             await self._models.close()
             log.info("stopped")
 
@@ -153,11 +160,15 @@ class _Main:
             }  # the rest is the worker's start-up
             budget_bytes, is_chosen = models.manager.budget_bytes, self._config.memory is None
             self._on_ready(Startup(self._config, first.name, ready, timings, budget_bytes, is_chosen))
+        if self._batches is not None:
+            await self._batches.start()
         await models.preload()
 
     async def _drain(self) -> None:
         self._is_draining = True
         models = self._models
+        if self._batches is not None:
+            await self._batches.stop()  # they continue after the next start
         if models.num_open:
             text = "draining: %d request(s) are running, %g s at most; a second signal ends them at once"
             log.warning(text, models.num_open, self._config.drain)

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -35,6 +35,9 @@ from quire.server.models import Model, Models
 from quire.server.observability.logs import LogOnce, log_refusal
 from quire.server.observability.watch import Watch
 
+if TYPE_CHECKING:
+    from quire.server.batches.service import BatchService
+
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 16
 MAX_NAME_CHARS = 160  # of a named field: the path of a schema keyword is long
@@ -43,6 +46,7 @@ UNENFORCED = "x-quire-unenforced"
 MAX_VALUES = 1 << 18  # in a body
 MAX_SHOWN_BYTES = 1 << 20  # of a body that is searched for the value to show in an error
 MIB = 1 << 20
+MIN_BODY_RATE = 16 << 10  # bytes per second of a body that is streamed to disk
 # Values of these fields are not repeated in errors, because clients log errors.
 PROMPT_FIELDS = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
@@ -66,11 +70,20 @@ class RequestLimits:
 
 class RequestContext:
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, models: Models, watch: Watch, limits: RequestLimits
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        models: Models,
+        watch: Watch,
+        limits: RequestLimits,
+        batches: BatchService | None = None,
     ) -> None:
         self.request = Request(scope, receive, send)
         self.models = models
         self.watch = watch
+        self.batches = batches  # None: this server stores nothing
         self.arrived_s = time.monotonic()
         self.endpoint = str(scope["path"])
         self.dialect: Dialect
@@ -156,6 +169,34 @@ class RequestContext:
             raise ClientGone from None
         self.has_body = False  # read completely: the connection can be reused
         return b"".join(chunks)
+
+    async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
+        """A body as it arrives, for a handler that does not keep it in memory. Bounded in size, in the time between
+        two chunks, and to no less than `MIN_BODY_RATE` on average."""
+        length = self.request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > max_bytes:
+            raise ApiError(Kind.TOO_LARGE, f"a body of {length[:24]} bytes is more than {max_bytes}")
+        size = 0
+        began_s = time.monotonic()
+        stream = aiter(self.request.stream())
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.body_s):
+                    chunk = await anext(stream, None)
+            except TimeoutError:
+                text = f"nothing of the body came in {self._limits.body_s:g} s, after {size} bytes"
+                raise ApiError(Kind.TIMEOUT, text) from None
+            except ClientDisconnect:
+                raise ClientGone from None
+            if chunk is None:
+                self.has_body = False
+                return
+            size += len(chunk)
+            if size > max_bytes:
+                raise ApiError(Kind.TOO_LARGE, f"the body is more than {max_bytes} bytes")
+            if time.monotonic() - began_s > self._limits.body_s + size / MIN_BODY_RATE:
+                raise ApiError(Kind.TIMEOUT, f"the body came at less than {MIN_BODY_RATE} bytes a second")
+            yield chunk
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
         self._unknown = unknown_fields(msgspec.json.decode(data), kind)

@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ class Server:
     stdout: list[str]
     stderr: list[str]
     key: str | None = None
+    state_dir: str = ""
     _readers: list[threading.Thread] = field(default_factory=list)
 
     @property
@@ -181,15 +184,16 @@ def spawn(*options: str, env: dict[str, str] | None = None) -> Server:
     command = [sys.executable, "-m", "quire", "serve", *options]
     if "--port" not in options and "QUIRE_PORT" not in (env or {}):
         command += ["--port", "0"]
+    state = tempfile.mkdtemp(prefix="quire-state-")  # not that of whoever runs the tests
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **ONE_THREAD, **PATIENCE, "PYTHONUNBUFFERED": "1", **(env or {})},
+        env={**os.environ, **ONE_THREAD, **PATIENCE, "QUIRE_STATE_DIR": state, "PYTHONUNBUFFERED": "1", **(env or {})},
     )
-    server = Server(process, "", [], [])
+    server = Server(process, "", [], [], state_dir=state)
     for stream, lines in ((process.stdout, server.stdout), (process.stderr, server.stderr)):
         thread = threading.Thread(target=lambda stream=stream, lines=lines: lines.extend(stream), daemon=True)
         thread.start()
@@ -213,6 +217,7 @@ def put_away(server: Server) -> None:
     if server.process.poll() is None:
         server.process.kill()
         server.process.wait(HANG_S)
+    shutil.rmtree(server.state_dir, ignore_errors=True)
     for thread in server._readers:
         thread.join(60)
     for stream in (server.process.stdout, server.process.stderr):

@@ -82,6 +82,7 @@ class Row:
     generates: bool = False
     tag: str = "server"
     query: type[msgspec.Struct] | None = None
+    form: type[msgspec.Struct] | None = None
 
 
 ROWS = (

@@ -24,7 +24,7 @@ from quire.server.auth import LOCAL
 from quire.server.models import Model, Models
 from quire.server.observability.activity import MAX_RECENT, ActivityCounters
 from quire.server.observability.request_record import RequestRecord
-from quire.server.observability.snapshot import BlocksAnswer, WatchedEngine, WatchSnapshot
+from quire.server.observability.snapshot import MAX_FINISHED_SHOWN, BlocksAnswer, WatchedEngine, WatchSnapshot
 from quire.server.observability.watch import MAX_WATCHERS, MAX_WATCHERS_A_KEY, Watch
 from quire.server.observability.watch_endpoints import WatchStream
 from tests.server.rig import FAKE, Server, ask_async, serving
@@ -199,6 +199,67 @@ def test_times_to_the_first_token_and_hits_are_counted(server: Server) -> None:
     assert after.num_ttft >= 2  # of the last five minutes
     assert 0 < (after.ttft_s_p50 or 0) <= (after.ttft_s_p95 or 0)
     assert after.num_hit_tokens > before.num_hit_tokens
+
+
+def test_finished_requests_are_listed_with_their_cache_result(server: Server) -> None:
+    text = "A prompt for the list of finished requests. " + LONG
+    ids = [server.chat(text, max_tokens=4).headers["x-request-id"] for _ in range(2)]
+    engine = snapshot(server).models[0].engine
+    assert engine is not None
+    second, first = engine.finished[:2]  # newest first
+    assert [second.id, first.id] == ids[::-1]
+    assert (first.endpoint, first.finish, first.error, first.completion_tokens) == (
+        "/v1/chat/completions",
+        "length",
+        None,
+        4,
+    )
+    assert first.cached_tokens < second.cached_tokens == second.prompt_tokens - 1
+    assert second.cache_reason == "complete"
+    assert first.cache_reason != "complete"
+    assert 0 < (first.ttft_s or 0) <= first.duration_s
+    assert first.finished_at <= second.finished_at
+    assert b"finished requests" not in msgspec.json.encode(engine)  # no text of a prompt
+    for _ in range(MAX_FINISHED_SHOWN):
+        assert server.chat(max_tokens=1).status == 200
+    engine = snapshot(server).models[0].engine
+    assert engine is not None
+    assert len(engine.finished) == MAX_FINISHED_SHOWN
+    assert not {one.id for one in engine.finished} & {*ids}
+
+
+def test_a_key_sees_its_own_finished_requests(locked: Server) -> None:
+    ids = {}
+    for key in (ALICE, BOB):
+        message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        answer = locked.post("/v1/chat/completions", message, headers={"authorization": f"Bearer {key}"})
+        ids[key] = answer.headers["x-request-id"]
+
+    def seen(key: str) -> set[str]:
+        engine = snapshot(locked, key).models[0].engine
+        assert engine is not None
+        return {one.id for one in engine.finished}
+
+    assert ids[ALICE] in seen(ALICE)
+    assert ids[BOB] not in seen(ALICE)
+    assert {*ids.values()} <= seen(ROOT)
+
+
+def test_a_failed_load_is_explained_to_admins_only(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    keys = ("--api-key", ALICE, "--admin-api-key", ROOT)
+    with serving(str(tiny_model), str(broken), *FAKE, *keys, key=ROOT) as server:
+        assert server.post("/v1/models/load", {"model": "broken"}).status >= 400
+
+        def broken_as(key: str) -> Any:
+            headers = {"authorization": f"Bearer {key}"}
+            return server.get("/v1/watch?once=true&interval_ms=100", headers=headers).json["models"][1]
+
+        assert (broken_as(ROOT)["state"], broken_as(ALICE)["state"]) == ("failed", "failed")
+        assert broken_as(ROOT)["error"]
+        assert broken_as(ALICE)["error"] is None
 
 
 def test_the_queue_is_shown_by_tier(tiny_model: Path) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.backends.base import Capacity, RunnerFacts
-from quire.core.block_map import BlocksView, CellRun
+from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.prefix import CacheExplanation
 from quire.core.request import PackedPrompt, Priority, SamplingParams
@@ -237,6 +237,7 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     max_holders: int  # the largest number of requests that share one block
     num_pending: int  # blocks that are not up to date in the map: ask again
     running: tuple[Running, ...]  # most urgent first, at most MAX_RUNNING_LISTED
+    held: tuple[HeldRun, ...] = ()  # blocks in use and pinned; a bounded number
 
 
 class BlocksViewed(msgspec.Struct, tag="blocks_viewed", frozen=True):

@@ -73,6 +73,7 @@ MAX_PATIENCE_S = 300.0  # maximum of that limit: SDKs time out after 600 s, and 
 WARM_UP_TOKENS = 8  # of the prompt
 WARM_UP_ANSWER = 2
 MAX_VISITED_BLOCKS = 500  # at once, by the block map or an audit: one to two milliseconds
+MAX_HELD_BLOCKS = 2000  # listed one by one for the map
 READ_ONLY = frozenset({Explain, GetStats, GetBlocks, ViewBlocks, FindHeld, DropBlocks})  # do not change the core
 
 log = logging.getLogger(__name__)
@@ -373,6 +374,7 @@ class Worker:
                 max_holders=found.max_holders,
                 num_pending=found.num_pending,
                 running=tuple(Running(one.request_id, one.num_computed, len(one.block_table)) for one in running),
+                held=found.held_runs(MAX_HELD_BLOCKS),
             )
         )
 

@@ -45,6 +45,8 @@ class Route(Protocol):
     def tag(self) -> str: ...
     @property
     def query(self) -> type[msgspec.Struct] | None: ...
+    @property
+    def form(self) -> type[msgspec.Struct] | None: ...
 
 
 STATUSES = {
@@ -186,6 +188,9 @@ EXAMPLES: Mapping[str, Any] = {
     "tokens": [1, 2, 3],
     "max_tokens": 32,
     "id": "my-system-prompt",
+    "input_file_id": "file-0123456789abcdef01234567",
+    "endpoint": "/v1/chat/completions",
+    "completion_window": "24h",
 }
 
 _INFO = (
@@ -247,7 +252,19 @@ def _operation(
         if example := _example(_resolved(schema, schemas), examples):
             media["example"] = example
         operation["requestBody"] = {"required": True, "content": {"application/json": media}}
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _form(route.form)}}}
     return operation
+
+
+def _form(kind: type[msgspec.Struct]) -> Json:
+    """The schema of a form. A field of bytes is a file, which is sent as it is."""
+    _, schemas = msgspec.json.schema_components((kind,), ref_template=_REF)
+    schema: Json = schemas[kind.__name__]
+    for field in schema["properties"].values():
+        if field.pop("contentEncoding", None) is not None:
+            field |= {"format": "binary"}
+    return schema
 
 
 def _responses(route: Route, schema_of: Mapping[type[msgspec.Struct], Json]) -> Json:
@@ -284,14 +301,14 @@ def _statuses(route: Route) -> list[int]:
     found = {403, 405, 500, 503}
     if route.access.name != "PUBLIC":
         found.add(401)
-    if route.body is not None:
+    if route.body is not None or route.form is not None:
         found |= {400, 404, 408, 413, 429}
         if route.dialect.name == "anthropic":
             found.add(529)
     if route.generates:
         found.add(499)
     if _PARAMETER.search(route.path):
-        found.add(404)
+        found |= {400, 404}
     if route.query is not None:
         found |= {400, 404, 429}
     return sorted(found)

@@ -22,6 +22,13 @@ class Ttft(NamedTuple):
     p95_s: float
 
 
+class Finished(NamedTuple):
+    """A request that has ended, and when: seconds since 1970."""
+
+    at: float
+    record: RequestRecord
+
+
 class ActivityCounters:
     """Totals since the model was loaded. A rate is the difference of two readings."""
 
@@ -29,6 +36,9 @@ class ActivityCounters:
         self.num_computed_tokens = 0  # of prompts and answers
         self.num_generated_tokens = 0
         self._clock = clock
+        self.recent: deque[Finished] = deque(
+            maxlen=MAX_RECENT
+        )  # newest last; more than are shown, as keys see their own
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)  # end time, TTFT
 
     @property
@@ -46,6 +56,7 @@ class ActivityCounters:
             self.num_generated_tokens += len(output.tokens)
 
     def finished(self, record: RequestRecord) -> None:
+        self.recent.append(Finished(time.time(), record))
         if record.ttft_s is not None:
             self._ttfts.append((self._clock(), record.ttft_s))
 

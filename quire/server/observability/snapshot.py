@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from quire import __version__
-from quire.core.block_map import BlocksView, CellRun
+from quire.core.block_map import BlocksView, CellRun, HeldRun
 from quire.core.kv_cache import CacheStats
 from quire.core.request import Priority
 from quire.engine.worker.generation import Generation
@@ -24,9 +25,10 @@ from quire.server.active_request import ActiveRequest
 from quire.server.auth import Key
 from quire.server.model_service import ModelService
 from quire.server.models import Model
-from quire.server.observability.activity import Ttft
+from quire.server.observability.activity import Finished, Ttft
 
 MAX_REQUESTS_SHOWN = 100  # per model
+MAX_FINISHED_SHOWN = 32  # per model
 _NO_CACHE_STATS = CacheStats(**dict.fromkeys((field.name for field in fields(CacheStats)), 0))
 
 
@@ -53,6 +55,13 @@ class WatchedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     counts: BlockCounts
     max_holders: Annotated[int, Meta(description="The largest number of requests that hold one block.")]
     num_pending: Annotated[int, Meta(description="Blocks whose state in the map is not current yet.")]
+    held: Annotated[
+        tuple[HeldRun, ...],
+        Meta(
+            description="Runs of blocks that requests hold or pins keep: first block, number of blocks, number of "
+            "requests that hold each (0: pinned). Shared blocks only if more than 2,000 are held."
+        ),
+    ] = ()
 
 
 class WatchedTier(msgspec.Struct, frozen=True):
@@ -76,6 +85,26 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     tokens_per_s: float
     num_blocks: int
+
+
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended. Contains no text."""
+
+    id: Annotated[str, Meta(description="As in the x-request-id of its answer.")]
+    key: Annotated[str, Meta(description="The name of the key it came with.")]
+    endpoint: str
+    tier: str
+    num_samples: int
+    finished_at: Annotated[float, Meta(description="Seconds since 1970.")]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cache_reason: Annotated[str | None, Meta(description="Why the first prompt's match ended; null: it never ran.")]
+    ttft_s: Annotated[float | None, Meta(description="Arrival to first token; null: there was none.")]
+    duration_s: Annotated[float, Meta(description="Arrival to end.")]
+    tokens_per_s: Annotated[float | None, Meta(description="Of decoding, all samples together.")]
+    finish: Annotated[str, Meta(description="stop, length, cancelled or error.")]
+    error: Annotated[str | None, Meta(description="The kind of error.")]
 
 
 class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +140,9 @@ class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
     blocks: WatchedBlocks | None
     requests: Annotated[list[WatchedRequest], Meta(description="Running requests first, then waiting ones.")]
     num_other_requests: Annotated[int, Meta(description="Requests of other keys, or beyond the first hundred.")]
+    finished: Annotated[
+        list[FinishedRequest], Meta(description="The last 32 that this key may see, newest first, since it was loaded.")
+    ] = []
 
 
 class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +152,10 @@ class WatchedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool
     num_bytes: Annotated[int, Meta(description="Weights and KV cache; weights only if not loaded.")]
     progress: Annotated[float | None, Meta(description="Progress of loading, 0 to 1.")]
+    eta_s: Annotated[float | None, Meta(description="Seconds until it is loaded; null: not loading, or not known.")] = (
+        None
+    )
+    error: Annotated[str | None, Meta(description="Why the last load failed; for admins only.")] = None
     num_waiting: Annotated[int, Meta(description="Requests that wait for it to load.")]
     engine: WatchedEngine | None
 
@@ -187,6 +223,8 @@ class SnapshotBuilder:
     request_rates: dict[ActiveRequest, float]
     ttft: Ttft | None
     active_requests: tuple[ActiveRequest, ...]
+    finished: tuple[Finished, ...] = ()  # newest first
+    eta_s: float | None = None
 
     def view(self, key: Key) -> WatchedModel:
         model = self.model
@@ -197,6 +235,8 @@ class SnapshotBuilder:
             is_pinned=model.is_pinned,
             num_bytes=model.num_bytes,
             progress=model.progress,
+            eta_s=None if self.eta_s is None else round(self.eta_s, 1),
+            error=str(error) if key.is_admin and (error := model.managed.error) is not None else None,
             num_waiting=model.num_waiting,
             engine=self._engine(key),
         )
@@ -239,7 +279,12 @@ class SnapshotBuilder:
             blocks=None if self.blocks is None else _blocks(self.blocks),
             requests=requests,
             num_other_requests=len(self.active_requests) - len(requests),
+            finished=self._finished(key),
         )
+
+    def _finished(self, key: Key) -> list[FinishedRequest]:
+        shown = (one for one in self.finished if key.is_admin or one.record.key_name == key.name)
+        return [_finished(one) for one in islice(shown, MAX_FINISHED_SHOWN)]
 
     def _requests(self, key: Key) -> list[WatchedRequest]:
         mine = [active for active in self.active_requests if is_shown(active, key)]
@@ -269,6 +314,27 @@ class SnapshotBuilder:
             tokens_per_s=round(self.request_rates.get(active, 0.0), 1),
             num_blocks=sum(one.num_blocks for one in here),
         )
+
+
+def _finished(finished: Finished) -> FinishedRequest:
+    record = finished.record
+    return FinishedRequest(
+        id=record.request_id,
+        key=record.key_name,
+        endpoint=record.endpoint,
+        tier=record.priority.name.lower(),
+        num_samples=record.n * record.num_prompts,
+        finished_at=round(finished.at, 2),
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=record.completion_tokens,
+        cache_reason=record.cache_reason,
+        ttft_s=None if record.ttft_s is None else round(record.ttft_s, 4),
+        duration_s=round(record.e2e_s, 3),
+        tokens_per_s=None if record.tokens_per_s is None else round(record.tokens_per_s, 1),
+        finish=record.finish,
+        error=record.error,
+    )
 
 
 def _stats_of(active_requests: Sequence[ActiveRequest]) -> Stats:
@@ -310,6 +376,7 @@ def _blocks(blocks: Blocks) -> WatchedBlocks:
         counts=BlockCounts(*blocks.totals),
         max_holders=blocks.max_holders,
         num_pending=blocks.num_pending,
+        held=blocks.held,
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
+from quire.engine.model_manager import ModelManager, ModelState
 from quire.engine.worker.protocol import Blocks, Stats
 from quire.errors import QuireError
 from quire.server.active_request import ActiveRequest
@@ -113,7 +114,7 @@ class Watch:
         models = list(self._models)
         for model in models:
             if model.name not in self._reports:
-                self._reports[model.name] = ModelReport(model)
+                self._reports[model.name] = ModelReport(model, self._models.manager)
         reports = [self._reports[model.name] for model in models]
         asking = {task for report in reports if (task := report.request()) is not None}
         if asking:
@@ -170,8 +171,9 @@ class Watcher:
 class ModelReport:
     """The last report of one model's worker, and the rates since the previous tick."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, manager: ModelManager) -> None:
         self._model = model
+        self._manager = manager
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self._blocks: Blocks | None = None
@@ -249,7 +251,13 @@ class ModelReport:
             request_rates,
             None if service is None else service.activity.ttft(),
             active_requests,
+            () if service is None else tuple(reversed(service.activity.recent)),
+            self._eta_s(),
         )
+
+    def _eta_s(self) -> float | None:
+        model = self._model
+        return self._manager.eta_s(model.managed, model.reading_s) if model.state is ModelState.LOADING else None
 
     def close(self) -> None:
         if self._asking is not None:

@@ -1,0 +1,191 @@
+"""Batch output: OpenAI's batch output format, one result per line, and the lines that an output file holds already.
+
+The `id` of a result ends with the number of its input line. A run that was interrupted reads the numbers back, and
+needs no other record of what is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from quire.batch.lines import BatchRequest, InvalidLine
+from quire.errors import InvalidRequest
+
+# Line ends of Unicode, which some readers of lines take for such. In JSON they stand in strings only.
+_LINE_ENDS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
+_ID = re.compile(r"batch_req_(?:[0-9a-f]+_)?([1-9][0-9]{0,8})")
+
+
+class Reply(NamedTuple):
+    """The answer to one request, whatever its status."""
+
+    status: int
+    request_id: str
+    body: bytes  # JSON
+    retry_after_s: float | None = None
+    may_retry: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Result(NamedTuple):
+    """One line of input and its result."""
+
+    line: BatchRequest | InvalidLine
+    reply: Reply | None  # None: the line was not sent
+
+    @property
+    def is_good(self) -> bool:
+        return self.reply is not None and self.reply.is_good
+
+
+def result_id(number: int, batch_id: str = "") -> str:
+    """`batch_id`: hexadecimal, to tell the results of several batches apart."""
+    return f"batch_req_{batch_id}_{number}" if batch_id else f"batch_req_{number}"
+
+
+def result_line(result: Result, batch_id: str = "") -> bytes:
+    """One line of output."""
+    line, reply = result
+    if isinstance(line, InvalidLine):
+        return error_line(line.number, line.custom_id, line.code, line.message, batch_id, line.param)
+    assert reply is not None, "a valid line has a reply"
+    body = reply.body.strip()
+    if b"\n" in body or b"\r" in body:
+        body = json.dumps(json.loads(body)).encode()
+    for data, escaped in _LINE_ENDS:
+        body = body.replace(data, escaped)
+    head = _encode({"id": result_id(line.number, batch_id), "custom_id": line.custom_id})
+    response = _encode({"status_code": reply.status, "request_id": reply.request_id})
+    return b'%b,"response":%b,"body":%b},"error":null}\n' % (head[:-1], response[:-1], body)
+
+
+def error_line(
+    number: int, custom_id: str | None, code: str, message: str, batch_id: str = "", param: str | None = None
+) -> bytes:
+    """The line of output for a request that was not sent."""
+    error = {"code": code, "message": message, "line": number, "param": param}
+    value = {"id": result_id(number, batch_id), "custom_id": custom_id, "response": None, "error": error}
+    return _encode(value) + b"\n"
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def num_completion_tokens(body: Any) -> int:
+    """Of an answer of any of the endpoints; 0 where it does not say."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return 0
+    found = usage.get("completion_tokens", usage.get("output_tokens"))
+    return found if type(found) is int else 0
+
+
+class LineSet:
+    """A set of line numbers: one bit for each line of the file."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+
+    def add(self, number: int) -> None:
+        at = number >> 3
+        if at >= len(self._bits):
+            self._bits.extend(bytes(max(at + 1 - len(self._bits), len(self._bits), 1024)))
+        self._bits[at] |= 1 << (number & 7)
+
+    def __contains__(self, number: int) -> bool:
+        at = number >> 3
+        return at < len(self._bits) and bool(self._bits[at] >> (number & 7) & 1)
+
+
+@dataclass(slots=True)
+class ResultScan:
+    """What an output file holds."""
+
+    finished: LineSet = field(default_factory=LineSet)
+    num_good: int = 0
+    num_failed: int = 0
+    num_bytes: int = 0  # of whole lines: what follows was torn by an interruption
+
+    @property
+    def num_finished(self) -> int:
+        return self.num_good + self.num_failed
+
+
+def scan_results(path: Path, scan: ResultScan | None = None) -> ResultScan:
+    """Read the finished lines. Raises InvalidRequest where the file is not the output of a batch."""
+    found = ResultScan() if scan is None else scan
+    found.num_bytes = 0
+    with path.open("rb") as file:
+        for at, data in enumerate(file, 1):
+            if not data.endswith(b"\n"):
+                break
+            number, is_good = _read_result(path, at, data)
+            if number not in found.finished:
+                found.finished.add(number)
+                found.num_good += is_good
+                found.num_failed += not is_good
+            found.num_bytes += len(data)
+    return found
+
+
+def drop_failed(path: Path) -> None:
+    """Remove failed results from an output file, so that their lines run again. Replaces the file at once."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with path.open("rb") as file, draft.open("wb") as kept:
+        for at, data in enumerate(file, 1):
+            if data.endswith(b"\n") and _read_result(path, at, data)[1]:
+                kept.write(data)
+        kept.flush()
+        os.fsync(kept.fileno())
+    draft.replace(path)
+
+
+def _read_result(path: Path, at: int, data: bytes) -> tuple[int, bool]:
+    """The number of the input line, and whether it succeeded."""
+    try:
+        value = json.loads(data)
+        found = _ID.fullmatch(value["id"])
+        response = value["response"]
+        is_good = response is not None and 200 <= response["status_code"] < 300
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = None
+        is_good = False
+    if found is None:
+        raise InvalidRequest(f"{path}: line {at} is not a result of `quire batch`; --overwrite replaces the file")
+    return int(found[1]), is_good
+
+
+class ResultFile:
+    """An output file that is appended to. A line is written by one call, so that only the last one can be torn."""
+
+    def __init__(self, file: BinaryIO, batch_id: str = "") -> None:
+        self._file = file
+        self._batch_id = batch_id
+
+    @classmethod
+    def append(cls, path: Path, num_bytes: int = 0, batch_id: str = "") -> ResultFile:
+        """Continue a file after its first `num_bytes`; what follows them is cut off."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+        return cls(os.fdopen(descriptor, "ab"), batch_id)
+
+    def write(self, result: Result) -> None:
+        self.write_line(result_line(result, self._batch_id))
+
+    def write_line(self, line: bytes) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def close(self, *, is_durable: bool = True) -> None:
+        if is_durable:
+            os.fsync(self._file.fileno())
+        self._file.close()

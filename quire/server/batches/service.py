@@ -1,0 +1,345 @@
+"""Runs batches inside the server: one at a time for each key, at low priority, and again after a restart.
+
+A batch goes from `validating` to `in_progress`, `finalizing` and `completed`. Its state is on the disk at each change,
+and its results are appended as they come, so a restart continues with the lines that have no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from quire.batch.lines import BatchLine, BatchRequest, InvalidLine, LineParser, LineSettings
+from quire.batch.results import Reply, Result, ResultFile, ResultScan, error_line, result_id, scan_results
+from quire.batch.runner import BatchRunner, RetryPolicy
+from quire.server.auth import Key, KeyRing
+from quire.server.batches.store import StateDir, StoredBatch, new_file
+from quire.server.batches.types import (
+    COMPLETION_WINDOW,
+    MAX_EXPIRY_S,
+    WINDOW_S,
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    CreateBatchRequest,
+    RequestCounts,
+    Status,
+)
+
+MAX_LISTED_ERRORS = 100
+MAX_IN_FLIGHT = 256  # of all batches
+MAX_UPLOADS = 16  # at once
+SWEEP_S = 3600.0
+PRIORITY = "low"
+
+log = logging.getLogger(__name__)
+
+
+class Sends(Protocol):
+    """The part of `Sender` that this needs."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    async def send(self, key: Key, url: str, body: bytes, request_id: str) -> Reply: ...
+
+
+class BatchService:
+    """Belongs to one event loop."""
+
+    def __init__(self, store: StateDir, sender: Sends, keys: KeyRing) -> None:
+        self.store = store
+        self._sender = sender
+        self._keys = keys
+        self._queues: dict[str, deque[StoredBatch]] = {}  # owner -> batches that have not ended, the first one runs
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # owner -> the task that runs them
+        self._processing: dict[str, asyncio.Task[None]] = {}  # batch id -> the task that sends its requests
+        self._sweeping: asyncio.Task[None] | None = None
+        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._is_stopping = False
+        self.uploading = asyncio.Semaphore(MAX_UPLOADS)
+
+    # The server's part
+
+    async def start(self) -> None:
+        """Continue what a server before this one left, once a model is loaded. Creates nothing."""
+        self._in_flight = asyncio.Semaphore(min(MAX_IN_FLIGHT, self._sender.max_num_seqs))
+        with suppress(Exception):  # it is in the log; requests get the error
+            if (self.store.path / "batches").is_dir():
+                await self.open()
+
+    async def open(self) -> None:
+        """Take the state directory. Called before each use of the store."""
+        if self.store.is_open:
+            return
+        await self.store.open()
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep())
+        unfinished = self.store.unfinished()
+        if unfinished:
+            log.info("continuing %d batch(es)", len(unfinished))
+        for stored in unfinished:
+            self._enqueue(stored)
+
+    async def stop(self) -> None:
+        """Cancel requests in flight. Their lines have no result and run again after the next start."""
+        self._is_stopping = True
+        tasks = [*self._tasks.values(), *([self._sweeping] if self._sweeping is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.store.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self.store.sweep()
+            except Exception:
+                log.exception("expired files could not be deleted")
+            await asyncio.sleep(SWEEP_S)
+
+    # The client's part
+
+    async def create(self, request: CreateBatchRequest, key: Key) -> BatchObject:
+        now = int(time.time())
+        batch = BatchObject(
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            completion_window=COMPLETION_WINDOW,
+            status="validating",
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=request.metadata,
+        )
+        after = request.output_expires_after
+        stored = StoredBatch(key.owner, batch, MAX_EXPIRY_S if after is None else after.seconds)
+        await self.store.add_batch(stored)
+        self._enqueue(stored)
+        return batch
+
+    async def cancel(self, stored: StoredBatch) -> BatchObject:
+        """Ends requests in flight at once. Results so far are kept."""
+        batch = stored.batch
+        if batch.status in ("validating", "in_progress"):
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            queue = self._queues.get(stored.owner, deque())
+            if (task := self._processing.get(batch.id)) is not None:
+                task.cancel()
+            elif stored in queue and queue[0] is not stored:  # it waits for another batch
+                queue.remove(stored)
+                await self._finalize(stored, "cancelled")
+                return batch
+            await self.store.save_batch(stored)
+        return batch
+
+    # Running
+
+    def _enqueue(self, stored: StoredBatch) -> None:
+        queue = self._queues.setdefault(stored.owner, deque())
+        queue.append(stored)
+        if stored.owner not in self._tasks and not self._is_stopping:
+            self._tasks[stored.owner] = asyncio.create_task(self._run_queue(stored.owner, queue))
+
+    async def _run_queue(self, owner: str, queue: deque[StoredBatch]) -> None:
+        try:
+            while queue:
+                try:
+                    await self._run(queue[0])
+                except Exception:  # a disk that is full; the next start continues
+                    log.exception("%s could not be ended", queue[0].batch.id)
+                queue.popleft()
+        finally:
+            del self._tasks[owner], self._queues[owner]
+
+    async def _run(self, stored: StoredBatch) -> None:
+        """From whatever state it is in to an end. Only a stop of the server leaves it unfinished."""
+        batch = stored.batch
+        task = asyncio.create_task(self._process(stored))
+        self._processing[batch.id] = task
+        status: Status = "completed"
+        try:
+            if batch.status == "cancelling":
+                task.cancel()
+            await asyncio.wait({task})
+        finally:
+            del self._processing[batch.id]
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():
+            status = "cancelled"
+        elif isinstance(error := task.exception(), TimeoutError):
+            status = "expired"
+        elif error is not None:
+            status = "failed"
+            self._note_failure(batch, error)
+        await self._finalize(stored, status)
+
+    def _note_failure(self, batch: BatchObject, error: BaseException) -> None:
+        if isinstance(error, _NoRequests):
+            return
+        if not isinstance(error, _Failed):
+            log.error("%s failed", batch.id, exc_info=error)
+        message = str(error) if isinstance(error, _Failed) else "the server failed; its log has the reason"
+        listed = [] if batch.errors is None else batch.errors.data
+        batch.errors = BatchErrors([BatchError("server_error", message), *listed])
+
+    async def _process(self, stored: StoredBatch) -> None:
+        """Validate, then send. Raises TimeoutError at the end of the completion window."""
+        batch = stored.batch
+        key = self._keys.find_owner(stored.owner)
+        if key is None:
+            raise _Failed("the API key that created this batch is no longer in use")
+        if batch.status == "finalizing":
+            return
+        source = self.store.content(batch.input_file_id)
+        if batch.status == "validating":
+            await self._validate(stored, source)
+        if batch.status == "in_progress":
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                await self._send_all(stored, source, key)
+
+    async def _validate(self, stored: StoredBatch, source: Path) -> None:
+        batch = stored.batch
+        counts, errors, num_valid = await asyncio.to_thread(_validate, source, batch.endpoint)
+        batch.request_counts = counts
+        batch.errors = BatchErrors(errors) if errors else None
+        if not num_valid:
+            if not errors:
+                batch.errors = BatchErrors([BatchError("empty_file", "the input file has no lines")])
+            raise _NoRequests
+        batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        await self.store.save_batch(stored)
+
+    async def _send_all(self, stored: StoredBatch, source: Path, key: Key) -> None:
+        batch = stored.batch
+        with _Results(self.store, stored) as results:
+            counts = batch.request_counts
+            counts.completed, counts.failed = results.scan.num_good, results.scan.num_failed
+
+            async def send(request: BatchRequest) -> Reply:
+                async with self._in_flight:
+                    return await self._sender.send(
+                        key, request.url, request.body, result_id(request.number, stored.hex_id)
+                    )
+
+            def take(result: Result) -> None:
+                results.write(result)
+                counts.completed += result.is_good
+                counts.failed += not result.is_good
+
+            with _open_lines(source, batch.endpoint, results.scan) as lines:
+                retry = RetryPolicy(max_tries=None)  # until the batch expires
+                await BatchRunner(lines, send, take, max_in_flight=self._share(key), retry=retry).run()
+
+    def _share(self, key: Key) -> int:
+        """Requests of one batch in flight: at most half of what the key may have open."""
+        most = min(MAX_IN_FLIGHT, self._sender.max_num_seqs)
+        limit = key.limits.max_requests
+        return most if limit is None else max(1, min(most, limit // 2))
+
+    # The end
+
+    async def _finalize(self, stored: StoredBatch, status: Status) -> None:
+        """Turn results into files. Each step may be repeated after a crash."""
+        batch = stored.batch
+        if status == "expired":
+            await asyncio.to_thread(_expire, self.store, stored)
+        paths = {kind: self.store.results(stored, kind) for kind in ("out", "err")}
+        ids = {"out": batch.output_file_id, "err": batch.error_file_id}
+        for kind, path in paths.items():
+            if ids[kind] is None and path.is_file() and path.stat().st_size:
+                ids[kind] = new_file("", 0, "batch_output", 0).id
+        if status == "completed":
+            batch.status, batch.finalizing_at = "finalizing", int(time.time())
+        batch.output_file_id, batch.error_file_id = ids["out"], ids["err"]
+        await self.store.save_batch(stored)
+        for kind, path in paths.items():
+            if (file_id := ids[kind]) is not None:
+                name = f"{batch.id}_{'output' if kind == 'out' else 'error'}.jsonl"
+                facts = new_file(name, 0, "batch_output", stored.output_ttl_s)
+                facts.id = file_id
+                await self.store.add_file(stored.owner, path, facts)
+        batch.status = status
+        setattr(batch, f"{status}_at", int(time.time()))
+        await self.store.save_batch(stored)
+        counts = batch.request_counts
+        log.info("%s %s: %d of %d lines, %d failed", batch.id, status, counts.completed, counts.total, counts.failed)
+
+
+class _NoRequests(Exception):
+    """No line of the input is valid. The errors of the lines are listed in the batch."""
+
+
+class _Failed(Exception):
+    """Why a whole batch failed, in a sentence for the client."""
+
+
+class _Results:
+    """The two result files of a running batch."""
+
+    def __init__(self, store: StateDir, stored: StoredBatch) -> None:
+        self._paths = [store.results(stored, kind) for kind in ("out", "err")]
+        self._hex_id = stored.hex_id
+        self.scan = ResultScan()
+
+    def __enter__(self) -> _Results:
+        self._files: list[ResultFile] = []
+        for path in self._paths:
+            num_bytes = scan_results(path, self.scan).num_bytes if path.is_file() else 0
+            self._files.append(ResultFile.append(path, num_bytes, self._hex_id))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def write(self, result: Result) -> None:
+        self._files[0 if result.is_good else 1].write(result)
+
+    def write_expired(self, line: BatchLine) -> None:
+        text = "the completion window of the batch ended before this request was run"
+        self._files[1].write_line(error_line(line.number, line.custom_id, "batch_expired", text, self._hex_id))
+
+
+def _settings(endpoint: str) -> LineSettings:
+    return LineSettings(priority=PRIORITY, endpoint=endpoint, allows_plain=False)
+
+
+@contextmanager
+def _open_lines(source: Path, endpoint: str, done: ResultScan) -> Iterator[Iterator[BatchLine]]:
+    with source.open("rb") as file:
+        parsed = LineParser(_settings(endpoint)).parse_all(file)
+        yield (line for line in parsed if line.number not in done.finished)
+
+
+def _validate(source: Path, endpoint: str) -> tuple[RequestCounts, list[BatchError], int]:
+    """Counts, the first errors, and the number of lines that can be sent."""
+    counts, num_valid = RequestCounts(), 0
+    errors: list[BatchError] = []
+    with _open_lines(source, endpoint, ResultScan()) as lines:
+        for line in lines:
+            counts.total += 1
+            num_valid += isinstance(line, BatchRequest)
+            if isinstance(line, InvalidLine) and len(errors) < MAX_LISTED_ERRORS:
+                errors.append(BatchError(line.code, line.message, line.number, line.param))
+    return counts, errors, num_valid
+
+
+def _expire(store: StateDir, stored: StoredBatch) -> None:
+    """Write an error for each line that has no result."""
+    counts = stored.batch.request_counts
+    with _Results(store, stored) as results:
+        counts.completed, counts.failed = results.scan.num_good, results.scan.num_failed
+        source = store.content(stored.batch.input_file_id)
+        with _open_lines(source, stored.batch.endpoint, results.scan) as lines:
+            for line in lines:
+                results.write_expired(line)
+                counts.failed += 1

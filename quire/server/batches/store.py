@@ -1,0 +1,333 @@
+"""Files and batches on disk: content, a JSON file of facts beside it, and an index in memory.
+
+Layout of the state directory, readable by its owner only:
+
+    lock                       held by the server that uses it
+    files/file-ID.jsonl        content
+    files/file-ID.json         facts; a file exists once this does
+    batches/batch_ID.json      facts
+    batches/batch_ID.out.jsonl, batch_ID.err.jsonl   results so far; they become files at the end
+
+Facts are written to a draft and renamed, so a crash leaves the old or the new ones. Names on disk are made of ids that
+this module draws itself: nothing that a client sends is part of a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from quire.server.auth import Key
+from quire.server.batches.types import MAX_EXPIRY_S, UNFINISHED, BatchObject, FileObject
+from quire.server.errors import ApiError, Kind
+
+MAX_FILES = 1000  # of one key
+MAX_BATCHES = 1000  # of one key; the oldest that have ended are forgotten
+MAX_UNFINISHED = 100  # batches of one key
+
+log = logging.getLogger(__name__)
+
+
+class StoredFile(msgspec.Struct):
+    owner: str
+    file: FileObject
+
+
+class StoredBatch(msgspec.Struct):
+    owner: str
+    batch: BatchObject
+    output_ttl_s: int = MAX_EXPIRY_S
+
+    @property
+    def is_finished(self) -> bool:
+        return self.batch.status not in UNFINISHED
+
+    @property
+    def hex_id(self) -> str:
+        return self.batch.id.removeprefix("batch_")
+
+
+S = TypeVar("S", StoredFile, StoredBatch)
+
+
+class StateDir:
+    """The files and batches of one server. Belongs to one event loop; disks are used in threads."""
+
+    def __init__(self, path: Path, max_file_bytes: int, max_key_bytes: int) -> None:
+        self.path = path
+        self.max_file_bytes = max_file_bytes
+        self._max_key_bytes = max_key_bytes
+        self._files: dict[str, StoredFile] = {}
+        self._batches: dict[str, StoredBatch] = {}
+        self._uploading: dict[str, int] = {}  # owner -> bytes that are being written
+        self._lock_file: BinaryIO | None = None
+        self._opening = asyncio.Lock()
+        self._saving = asyncio.Lock()
+        self._reserving = threading.Lock()
+
+    # The directory
+
+    async def open(self) -> None:
+        """Create the directory where it is missing, and take it for this server. Raises ApiError where it cannot."""
+        async with self._opening:
+            if self._lock_file is None:
+                try:
+                    await asyncio.to_thread(self._open)
+                except OSError as error:
+                    log.error("--state-dir %s cannot be used: %s", self.path, error.strerror or error)
+                    text = "this server cannot use its state directory; its log has the reason"
+                    raise ApiError(Kind.UNAVAILABLE, text, may_retry=False, reason="state_dir") from None
+
+    @property
+    def is_open(self) -> bool:
+        return self._lock_file is not None
+
+    def close(self) -> None:
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+    def _open(self) -> None:
+        for folder in (self.path, self.path / "files", self.path / "batches"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_file = os.fdopen(os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock_file.close()
+            raise OSError(0, "another server uses it; give each server a --state-dir of its own") from None
+        self._files |= _read_all(self.path / "files", StoredFile)
+        self._batches |= _read_all(self.path / "batches", StoredBatch)
+        self._remove_orphans()
+        self._lock_file = lock_file
+
+    def _remove_orphans(self) -> None:
+        """Content whose facts were not written before a crash, unless a batch is about to write them."""
+        outputs = {one.batch.output_file_id for one in self._batches.values()}
+        outputs |= {one.batch.error_file_id for one in self._batches.values()}
+        for path in (self.path / "files").glob("*.jsonl"):
+            if path.stem not in outputs and not path.with_suffix(".json").exists():
+                path.unlink(missing_ok=True)
+
+    # Files
+
+    def begin_upload(self, key: Key, num_bytes: int) -> Upload:
+        """Reserve room for an upload of this announced size. It grows as more bytes arrive."""
+        owned = [one for one in self._files.values() if one.owner == key.owner]
+        if len(owned) >= MAX_FILES:
+            raise ApiError(Kind.TOO_LARGE, f"this key has {len(owned)} files, which is the limit: delete some")
+        self.check_size(num_bytes)
+        return Upload(self, key)
+
+    def check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.max_file_bytes:
+            text = f"a file of more than {self.max_file_bytes} bytes is not accepted; see --max-file-size"
+            raise ApiError(Kind.TOO_LARGE, text, param="file")
+
+    def num_bytes(self, owner: str) -> int:
+        """Stored and being uploaded."""
+        stored = sum(one.file.bytes for one in tuple(self._files.values()) if one.owner == owner)
+        return stored + self._uploading.get(owner, 0)
+
+    def reserve(self, owner: str, num_bytes: int) -> None:
+        """Count bytes of an upload, or release them if negative. Called from threads."""
+        with self._reserving:
+            if num_bytes > 0 and self.num_bytes(owner) + num_bytes > self._max_key_bytes:
+                text = f"the files of this key would exceed {self._max_key_bytes} bytes, its limit: delete some"
+                raise ApiError(Kind.TOO_LARGE, text, param="file")
+            self._uploading[owner] = self._uploading.get(owner, 0) + num_bytes
+            if self._uploading[owner] <= 0:
+                del self._uploading[owner]
+
+    async def add_file(self, owner: str, content: Path, facts: FileObject) -> FileObject:
+        """Move content into the store under the id of its facts. It may be there already, moved before a crash."""
+        stored = StoredFile(owner, facts)
+        facts.bytes = await asyncio.to_thread(_move, content, self.content(facts.id))
+        await self._save("files", facts.id, stored)
+        self._files[facts.id] = stored
+        return facts
+
+    def content(self, file_id: str) -> Path:
+        return self.path / "files" / f"{file_id}.jsonl"
+
+    def find_file(self, file_id: str, key: Key, param: str | None = None) -> FileObject:
+        found = self._files.get(file_id)
+        if found is None or not _may_see(key, found.owner) or found.file.expires_at <= time.time():
+            raise ApiError(Kind.NOT_FOUND, f"there is no file {file_id!r:.80}", param=param, reason="no_file")
+        return found.file
+
+    def list_files(self, key: Key) -> list[FileObject]:
+        """Newest first."""
+        now_s = time.time()
+        found = [one.file for one in self._files.values() if _may_see(key, one.owner) and one.file.expires_at > now_s]
+        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
+
+    async def delete_file(self, file_id: str) -> None:
+        for one in self._batches.values():
+            if one.batch.input_file_id == file_id and not one.is_finished:
+                text = f"the file is the input of {one.batch.id}, which is {one.batch.status}: cancel that first"
+                raise ApiError(Kind.INVALID, text, param="file_id")
+        self._files.pop(file_id, None)
+        await asyncio.to_thread(_remove, [self._facts("files", file_id), self.content(file_id)])
+
+    # Batches
+
+    def results(self, stored: StoredBatch, kind: str) -> Path:
+        """Where results are written while a batch runs. `kind`: out or err."""
+        return self.path / "batches" / f"{stored.batch.id}.{kind}.jsonl"
+
+    async def add_batch(self, stored: StoredBatch) -> None:
+        unfinished = [one for one in self._owned(stored.owner) if not one.is_finished]
+        if len(unfinished) >= MAX_UNFINISHED:
+            text = f"this key has {len(unfinished)} batches that have not ended, which is the limit"
+            raise ApiError(Kind.RATE_LIMITED, text, retry_after_s=60.0, reason="key_batches")
+        self._batches[stored.batch.id] = stored
+        await self.save_batch(stored)
+        ended = [one for one in self._owned(stored.owner) if one.is_finished]
+        for old in ended[: max(0, len(ended) + len(unfinished) + 1 - MAX_BATCHES)]:
+            await self._forget_batch(old)
+
+    async def save_batch(self, stored: StoredBatch) -> None:
+        await self._save("batches", stored.batch.id, stored)
+
+    def find_batch(self, batch_id: str, key: Key) -> StoredBatch:
+        found = self._batches.get(batch_id)
+        if found is None or not _may_see(key, found.owner):
+            raise ApiError(Kind.NOT_FOUND, f"there is no batch {batch_id!r:.80}", reason="no_batch")
+        return found
+
+    def list_batches(self, key: Key) -> list[BatchObject]:
+        """Newest first."""
+        found = [one.batch for one in self._batches.values() if _may_see(key, one.owner)]
+        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
+
+    def unfinished(self) -> list[StoredBatch]:
+        """Oldest first."""
+        found = [one for one in self._batches.values() if not one.is_finished]
+        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+
+    def _owned(self, owner: str) -> list[StoredBatch]:
+        found = [one for one in self._batches.values() if one.owner == owner]
+        return sorted(found, key=lambda one: (one.batch.created_at, one.batch.id))
+
+    async def _forget_batch(self, stored: StoredBatch) -> None:
+        self._batches.pop(stored.batch.id, None)
+        paths = [self._facts("batches", stored.batch.id), self.results(stored, "out"), self.results(stored, "err")]
+        await asyncio.to_thread(_remove, paths)
+
+    # Both
+
+    async def sweep(self) -> None:
+        """Delete what has expired: files by their own time, batches 30 days after they were created."""
+        now_s = time.time()
+        inputs = {one.batch.input_file_id for one in self._batches.values() if not one.is_finished}
+        for stored in list(self._files.values()):
+            if stored.file.expires_at <= now_s and stored.file.id not in inputs:
+                await self.delete_file(stored.file.id)
+        for one in list(self._batches.values()):
+            if one.is_finished and one.batch.created_at + MAX_EXPIRY_S <= now_s:
+                await self._forget_batch(one)
+
+    def _facts(self, folder: str, name: str) -> Path:
+        return self.path / folder / f"{name}.json"
+
+    async def _save(self, folder: str, name: str, value: msgspec.Struct) -> None:
+        async with self._saving:  # one writer, so that the last state is also the last to be written
+            await asyncio.to_thread(_write, self._facts(folder, name), msgspec.json.encode(value))
+
+
+class Upload:
+    """Content on its way into the store."""
+
+    def __init__(self, store: StateDir, key: Key) -> None:
+        self._store = store
+        self._owner = key.owner
+        self.path = store.path / "files" / f"{secrets.token_hex(12)}.upload"
+        self.num_bytes = 0
+        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+    def write(self, data: bytes) -> None:
+        self._store.check_size(self.num_bytes + len(data))
+        self._store.reserve(self._owner, len(data))
+        self.num_bytes += len(data)
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """The content is complete, and on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Remove what was not moved into the store, and what was reserved."""
+        self._file.close()
+        self._store.reserve(self._owner, -self.num_bytes)
+        self.path.unlink(missing_ok=True)
+
+
+def new_file(filename: str, num_bytes: int, purpose: str, ttl_s: int) -> FileObject:
+    now = int(time.time())
+    return FileObject(
+        id=f"file-{secrets.token_hex(12)}",
+        bytes=num_bytes,
+        created_at=now,
+        expires_at=now + ttl_s,
+        filename=filename,
+        purpose="batch" if purpose == "batch" else "batch_output",
+    )
+
+
+def _move(content: Path, place: Path) -> int:
+    """Returns its size."""
+    if content.exists():
+        content.replace(place)
+    return place.stat().st_size
+
+
+def _may_see(key: Key, owner: str) -> bool:
+    return key.is_admin or key.owner == owner
+
+
+def _read_all(folder: Path, kind: type[S]) -> dict[str, S]:
+    """Facts by id. Drafts of a server that was killed are removed."""
+    found: dict[str, S] = {}
+    for path in folder.iterdir():
+        if path.suffix in (".draft", ".upload"):
+            path.unlink(missing_ok=True)
+        elif path.suffix == ".json" and (facts := _read(path, kind)) is not None:
+            found[path.stem] = facts
+    return found
+
+
+def _read(path: Path, kind: type[S]) -> S | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        log.error("%s cannot be read and is left out: %s", path, error)
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".draft")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,291 @@
+"""`quire batch`: locally and against servers, interrupted and continued, on pipes and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, GenerationParams
+from tests.cli.runs import Terminal, quire, quire_each
+from tests.cli.scripted import Reply, document, refusal
+from tests.cli.scripted import serving as scripted
+from tests.server.rig import FAKE, Server, children, command_line, serving
+from tests.waiting import HANG_S, eventually
+
+KEY = "sk-batch-00000001"
+OPENAI_LINE = {
+    "custom_id": "own",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"prompt": "Hi", "max_tokens": 2},
+}
+ANSWER = {"usage": {"completion_tokens": 2}, "choices": []}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    with serving(str(tiny_model), *FAKE, "--api-key", KEY, key=KEY) as found:
+        yield found
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def prompts(path: Path, count: int) -> Path:
+    return write(path, *({"prompt": f"Prompt {number}", "custom_id": f"p-{number}"} for number in range(count)))
+
+
+def read(path: Path) -> dict[str | None, Any]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({one["id"] for one in found}) == len(found)
+    return {one["custom_id"]: one for one in found}
+
+
+def at(server: Server) -> list[str]:
+    return ["--server", server.url, "--api-key", KEY]
+
+
+# Against a server
+
+
+def test_both_formats_and_an_error_for_each_wrong_line(server: Server, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", "[", {"prompt": "Hi", "max_tokens": 2}, '"Hi"', OPENAI_LINE, OPENAI_LINE, "{}"
+    )
+    outcome = quire("batch", str(source), str(tmp_path / "out.jsonl"), *at(server), "--max-tokens", "3")
+    assert outcome.returncode == 1, outcome.stderr
+    assert "6 lines: 3 answered, 3 failed" in outcome.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    by_line = {int(one["id"].rpartition("_")[2]): one for one in found}
+    assert by_line[1]["error"]["message"].startswith("line 1: not JSON")
+    assert by_line[5]["error"]["code"] == "duplicate_custom_id"
+    assert by_line[6]["error"]["param"] == "prompt"
+    for number, tokens in ((2, 2), (3, 3), (4, 2)):
+        response = by_line[number]["response"]
+        assert response["status_code"] == 200
+        assert response["body"]["usage"]["completion_tokens"] <= tokens
+        assert response["body"]["service_tier"] == "flex"  # the tier low
+    assert outcome.stdout == ""
+
+
+def test_pipes_and_order(server: Server) -> None:
+    lines = "".join(json.dumps(f"Prompt {number}") + "\n" for number in range(40))
+    outcome = quire("batch", "-", "-", *at(server), "--ordered", "--max-tokens", "2", "--quiet", stdin=lines)
+    assert outcome.returncode == 0, outcome.stderr
+    found = [json.loads(line)["custom_id"] for line in outcome.stdout.splitlines()]
+    assert found == [f"line-{number}" for number in range(1, 41)]
+    assert outcome.stderr == ""
+
+
+def test_a_priority_and_a_model_for_every_line(server: Server, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {**OPENAI_LINE, "body": {"prompt": "Hi", "model": "gpt-4o", "max_tokens": 1}})
+    outcome = quire("batch", str(source), str(tmp_path / "a.jsonl"), *at(server))
+    assert outcome.returncode == 1
+    assert read(tmp_path / "a.jsonl")["own"]["response"]["status_code"] == 404
+    given = ("--model", "tiny", "--priority", "normal")
+    outcome = quire("batch", str(source), str(tmp_path / "b.jsonl"), *at(server), *given)
+    assert outcome.returncode == 0, outcome.stderr
+    assert read(tmp_path / "b.jsonl")["own"]["response"]["body"]["service_tier"] == "default"
+
+
+def test_a_finished_batch_and_failed_lines(server: Server, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", '"Hi"', {"prompt": "Hi", "temperature": "hot"}), tmp_path / "out.jsonl"
+    command = ("batch", str(source), str(out), *at(server), "--max-tokens", "2")
+    assert quire(*command).returncode == 1
+    before = out.read_bytes()
+    again = quire(*command)
+    assert again.returncode == 1  # a line has failed, now as before
+    assert "every line has a result already" in again.stderr
+    assert out.read_bytes() == before
+    assert quire(*command, "--retry-failed").returncode == 1
+    assert len(read(out)) == 2
+    with source.open("a") as file:
+        file.write('"more"\n')
+    assert "continuing" in quire(*command).stderr
+    assert len(read(out)) == 3
+
+
+def test_what_cannot_work_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", '"Hi"')
+    out = write(tmp_path / "other.jsonl", "not a result")
+    refused: list[tuple[list[str], str]] = [
+        (["nowhere.jsonl", "out.jsonl"], "IN = 'nowhere.jsonl' is not a file"),
+        ([str(source), str(source)], "is the input itself"),
+        ([str(source), "out.jsonl", "--priority", "urgent"], "--priority 'urgent' is not one of"),
+        ([str(source), "out.jsonl", "--max-in-flight", "0"], "--max-in-flight 0"),
+        ([str(source), "out.jsonl", "--retries", "0"], "--retries 0"),
+        ([str(source), "out.jsonl", "--backend", "gpu"], "--backend"),
+        ([str(source), str(out)], "not the output of an interrupted batch"),
+        ([str(source), "out.jsonl", "--server", "http://127.0.0.1:9", "--local"], "choose one"),
+        ([str(source), "out.jsonl", "--server", "http://127.0.0.1:9"], "does not answer"),
+    ]
+    outcomes = quire_each([["batch", *arguments] for arguments, _ in refused], folder=tmp_path)
+    for (arguments, text), outcome in zip(refused, outcomes, strict=True):
+        assert outcome.returncode == 2, (arguments, outcome)
+        assert text in outcome.stderr, (arguments, outcome)
+    assert out.read_text() == "not a result\n"
+
+
+# A server that misbehaves
+
+
+def test_refusals_and_lost_connections_are_retried(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    with scripted() as server:
+        busy = refusal(429, "busy")
+        busy.headers["retry-after"] = "1"
+        cut = Reply(200, [b'{"usage"'], {"content-type": "application/json"}, is_cut=True)
+        server.answers(busy, cut, refusal(503, "starting"), document(ANSWER), refusal(400, "no"), document(ANSWER))
+        outcome = quire("batch", str(source), str(out), "--server", server.url, "--max-in-flight", "1")
+        assert outcome.returncode == 1, outcome.stderr
+        assert len(server.posted()) == 6
+    found = read(out)
+    statuses = [found[f"p-{number}"]["response"]["status_code"] for number in range(3)]
+    assert statuses == [200, 400, 200]
+
+
+def test_a_server_that_goes_away_ends_the_run_and_the_next_one_continues(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
+    command = ("batch", str(source), str(out), "--max-in-flight", "1", "--retries", "2")
+    with scripted() as server:
+        server.answers(document(ANSWER), document(ANSWER), refusal(503, "draining"))
+        outcome = quire(*command, "--server", server.url)
+        assert outcome.returncode == 2
+        assert "line 3 was sent 2 times" in outcome.stderr
+        assert "2 lines have a result; run the same command again" in outcome.stderr
+        server.answers(document(ANSWER))
+        assert quire(*command, "--server", server.url).returncode == 0
+    assert set(read(out)) == {f"p-{number}" for number in range(4)}
+
+
+def test_an_answer_that_is_not_json_is_an_error_of_its_line(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    with scripted() as server:
+        server.answers(Reply(200, [b"<html>\n"], {"content-type": "text/html"}))
+        assert quire("batch", str(source), str(out), "--server", server.url).returncode == 1
+    response = read(out)["p-0"]["response"]
+    assert response["status_code"] == 502
+    assert "<html>" in response["body"]["error"]["message"]
+
+
+# A model of its own
+
+
+def test_a_killed_run_continues_and_leaves_no_server(tiny_model: Path, tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
+    command = ["batch", str(source), str(out), "--model", str(tiny_model), "--backend", "fake", "--max-tokens", "60"]
+    process = subprocess.Popen([sys.executable, "-m", "quire", *command], stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 5, "some lines are done")
+        (private,) = [pid for pid in children(process.pid) if "bench_server" in command_line(pid)]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(HANG_S)
+    eventually(lambda: not is_running(private), "its server has ended")
+    with out.open("ab") as file:
+        file.write(b'{"id":"batch_req_torn')
+    outcome = quire(*command)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "300 lines: 300 answered, 0 failed" in outcome.stderr
+    assert set(read(out)) == {f"p-{number}" for number in range(300)}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_ctrl_c_on_a_terminal_and_again(server: Server, tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    command = ["batch", str(source), str(out), *at(server), "--max-tokens", "60", "--max-in-flight", "4"]
+    terminal = Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"})
+    try:
+        terminal.wait_for("/400")
+        eventually(lambda: out.read_bytes().count(b"\n") >= 3, "some lines are done")
+        terminal.type("\x03")
+        at_end = terminal.wait_for("interrupted. ")
+        terminal.wait_for("run the same command again to continue", after=at_end)
+        assert terminal.exit_code() == 130
+        assert "Traceback" not in terminal.screen
+    finally:
+        terminal.close()
+    server.wait_free()
+    terminal = Terminal(*command, env={"COLUMNS": "120", "TERM": "xterm"})
+    try:
+        terminal.wait_for("continuing")
+        terminal.wait_for("400 lines: 400 answered, 0 failed")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.close()
+    assert set(read(out)) == {f"p-{number}" for number in range(400)}
+
+
+def test_the_quick_start_of_the_page_runs(default_model: Path, tmp_path: Path) -> None:
+    del default_model  # is here now
+    page = (Path(__file__).parents[2] / "docs/batch.md").read_text()
+    start, show = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[:2]
+    script = f'quire() {{ {sys.executable} -m quire "$@" --threads 1 --kv-memory 64M; }}\n{start}{show}'
+    outcome = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "3 lines: 3 answered, 0 failed" in outcome.stderr
+    assert re.search(r"^line-1 .*Paris", outcome.stdout, re.MULTILINE)
+    assert re.search(r"^sea ", outcome.stdout, re.MULTILINE)
+
+
+QUESTIONS = [f"What is {number} plus {number}?" for number in range(8)]
+
+
+def test_the_default_model_answers_as_it_does_alone(default_model: Path, tmp_path: Path) -> None:
+    del default_model
+    source, out = write(tmp_path / "in.jsonl", *(json.dumps(text) for text in QUESTIONS)), tmp_path / "out.jsonl"
+    env = {"QUIRE_THREADS": "1"}
+    options = ("--local", "--temperature", "0", "--max-tokens", "12", "--threads", "1", "--kv-memory", "64M")
+    outcome = quire("batch", str(source), str(out), *options, env=env)
+    assert outcome.returncode == 0, outcome.stderr
+    found = read(out)
+    with LLM(threads=1, kv_memory=64 << 20) as llm:
+        alone = [llm.chat(text, GenerationParams(temperature=0, max_tokens=12))[0].text for text in QUESTIONS]
+    texts = [found[f"line-{number}"]["response"]["body"]["choices"][0]["message"]["content"] for number in range(1, 9)]
+    assert texts == alone
+
+
+def test_a_model_in_this_process_shows_progress_on_a_terminal_only(tiny_model: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from quire import LLM, GenerationParams\n"
+        "assert 'rich' not in sys.modules\n"
+        f"with LLM({str(tiny_model)!r}, backend='fake') as llm:\n"
+        "    params = GenerationParams(max_tokens=4, n=2)\n"
+        "    llm.generate('one', params)\n"
+        "    llm.generate(['a', 'b'], params, progress=False)\n"
+        "    assert 'rich' not in sys.modules\n"
+        "    answers = llm.{call}(['a', 'b', 'c'], params)\n"
+        "    print(len(answers), 'rich' in sys.modules, flush=True)\n"
+    )
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    for call in ("generate", "chat"):
+        (tmp_path / "it.py").write_text(script.replace("{call}", call))
+        command = [sys.executable, str(tmp_path / "it.py")]
+        plain = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        assert (plain.stdout, plain.stderr) == ("3 False\n", "")
+        ours, theirs = os.openpty()
+        shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True, env=env)
+        os.close(theirs)
+        assert shown.stdout == "3 True\n"
+        assert "3/3" in os.read(ours, 65536).decode()
+        os.close(ours)
