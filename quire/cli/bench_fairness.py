@@ -34,9 +34,9 @@ from quire.bench.report import (
     Setup,
     Stage,
 )
-from quire.cli.bench_load import MAX_PROMPTS, Load, News, Shape, Stream, StreamClient
+from quire.cli.bench_load import MAX_PROMPTS, Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.remote import PATIENT, Server, ServerError
+from quire.cli.server_client import PATIENT, ServerClient, ServerError
 from quire.core.request import Priority
 from quire.errors import InvalidRequest
 
@@ -94,10 +94,10 @@ class _Visit:
 
     def __init__(self, process: ServerProcess, config: BenchConfig) -> None:
         self._config = config
-        self._server = Server(process.url, None, PATIENT)
+        self._server = ServerClient(process.url, None, PATIENT)
         self._server.wait_until_ready()
         version = self._server.get("/version")
-        tokens = self._ask("/tokenize", {"prompt": " ".join(SENTENCES)})
+        tokens = self._server.post("/tokenize", {"prompt": " ".join(SENTENCES)})
         try:
             scheduling = version["scheduling"]
             self.setup = Setup(
@@ -114,17 +114,13 @@ class _Visit:
             max_model_len = scheduling["max_model_len"]
             token_ids = tokens["tokens"]
         except (KeyError, TypeError):
-            raise self._server.misspoke("no version or no tokens, but", (version, tokens)) from None
+            raise self._server.malformed("no version or no tokens, but", (version, tokens)) from None
         self._low_shape = Shape(config.prompt_tokens, config.output_tokens)
         longest = max(sum(self._low_shape), sum(HIGH_SHAPE))
         if longest > max_model_len:
             raise InvalidRequest(f"fairness needs {longest} tokens of context, and the model has {max_model_len}")
-        self._asker = StreamClient(self._server, self.setup.model, token_ids, config.seed)
+        self._client = StreamClient(self._server, self.setup.model, token_ids, config.seed)
         self._random = Random(config.seed)
-
-    def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        with self._server.open("POST", path, body) as response:
-            return self._server.parse(response.read())
 
     def high_requests(
         self,
@@ -146,11 +142,11 @@ class _Visit:
         return tuple(samples)
 
     def _high_request(self, phase_s: float, left_s: float | None) -> Sample:
-        stream = Stream(self._asker, self._asker.body(Priority.HIGH, HIGH_SHAPE))
+        stream = Stream(self._client, self._client.body(Priority.HIGH, HIGH_SHAPE))
         times_s: list[float] = []
 
-        def take(news: News) -> None:
-            times_s.extend([time.perf_counter()] * news.num_tokens)
+        def take(new: NewTokens) -> None:
+            times_s.extend([time.perf_counter()] * new.num_tokens)
 
         timer = None if left_s is None else threading.Timer(max(0.0, left_s), stream.cut)
         if timer is not None:
@@ -167,7 +163,7 @@ class _Visit:
 
     def backlog(self, num_low: int) -> BacklogSamples:
         config = self._config
-        low = Load(self._asker, Priority.LOW, self._low_shape, num_low)
+        low = Load(self._client, Priority.LOW, self._low_shape, num_low)
         with _running(low):
             self._wait_for(lambda num_requests: num_requests > num_low - MAX_PROMPTS, low.check)
             clock, before = _Clock(), low.num_tokens
@@ -182,7 +178,7 @@ class _Visit:
 
     def saturated(self) -> SaturatedSamples:
         num_each, seconds = 2 * self._config.max_num_seqs, self._config.seconds / 2
-        high, low = (Load(self._asker, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
+        high, low = (Load(self._client, tier, HIGH_SHAPE, num_each) for tier in (Priority.HIGH, Priority.LOW))
         with _running(high, low):
             self._sleep(seconds * SETTLE_SHARE, high, low)
             clock, before = _Clock(), (high.num_tokens, low.num_tokens)

@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO
 
-from quire.cli.remote import ServerError, plain
+from quire.cli.server_client import ServerError, printable
 from quire.errors import MissingExtra, QuireError
 
 STOP_S = 10.0  # after SIGTERM; then it is killed
@@ -81,7 +81,7 @@ def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
 
 def _tail(log: IO[str]) -> str:
     log.seek(0)
-    return "\n".join(f"  {plain(line.rstrip())}" for line in log.readlines()[-NUM_TAIL_LINES:])
+    return "\n".join(f"  {printable(line.rstrip())}" for line in log.readlines()[-NUM_TAIL_LINES:])
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

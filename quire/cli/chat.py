@@ -16,7 +16,7 @@ import typer
 
 from quire.cli import answer_output, model_loading, options
 from quire.cli.chat_model import AnswerUsage, ChatModel, Piece
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 from quire.errors import ContextTooLong, InvalidRequest, QuireError, RequestFailed, TemplateError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Repl:
         """Where the answer was no plain one: a line that says what it was."""
         reason = pieces[-1].finish_reason if pieces else None
         if refusal := "".join(piece.refusal for piece in pieces):
-            _complain(f"the model refused: {plain(refusal)}")
+            _complain(f"the model refused: {printable(refusal)}")
         elif reason == "content_filter":
             _complain("a filter of the server ended the answer")
         if calls := ", ".join(name for piece in pieces for name in piece.calls):

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 
 QUESTION = "What is the capital of France?"
 LIMIT_S = 300.0
@@ -26,7 +26,7 @@ def _ask_twice(url: str, model: str, keys: Sequence[str]) -> None:
     try:
         for number in (1, 2):
             answer = _ask(url, model, keys)
-            text = plain(answer["choices"][0]["message"]["content"].strip())
+            text = printable(answer["choices"][0]["message"]["content"].strip())
             typer.echo(f"  > {QUESTION}\n  {text}" if number == 1 else "  once more:")
             typer.echo(f"  cache: {answer['cache']['message']}")
         typer.echo("")

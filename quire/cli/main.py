@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
     "top": "Show what a server does, live.",
     "replay": "Play a trace to a server, beside what the simulator says.",
 }
-FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin"), "residents")
+FILES = dict.fromkeys(("ps", "load", "unload", "pin", "unpin"), "model_admin")
 HELP = {"help_option_names": ["--help", "-h"]}
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,

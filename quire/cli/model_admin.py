@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
-from quire.cli.remote import Server, plain, reach_server
+from quire.cli.server_client import ServerClient, printable, reach_server
 from quire.cli.sizes import memory_size
 
 Name = Annotated[str, typer.Argument(help="A name or an alias that `quire ps` lists.")]
@@ -21,10 +21,7 @@ def ps(
 ) -> None:
     """List the models of a server: which are loaded, and what they hold."""
     remote = reach_server(server, api_key)
-    found = remote.get("/v1/models")
-    entries = found.get("data") if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise remote.misspoke("a list of models that is none", found)
+    entries = remote.list_models()
     if as_json:
         typer.echo(json.dumps(entries, indent=2))
     else:
@@ -56,17 +53,16 @@ def unpin(name: Name, server: options.ServerOption = None, api_key: options.KeyO
     _tell(_order(reach_server(server, api_key), "unpin", {"model": name}))
 
 
-def _order(remote: Server, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-    with remote.open("POST", f"/v1/models/{verb}", body) as response:
-        found = remote.parse(b"".join(remote.chunks(response)))
+def _order(remote: ServerClient, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    found = remote.post(f"/v1/models/{verb}", body)
     if not isinstance(found, dict) or not isinstance(found.get("state"), str):
-        raise remote.misspoke("no state of a model", found)
+        raise remote.malformed("no model state", found)
     return found
 
 
 def _tell(found: dict[str, Any]) -> None:
     pinned = ", pinned" if found.get("is_pinned") is True else ""
-    typer.echo(f"{plain(str(found.get('model')))} is {plain(found['state'])}{pinned}{_shortened(found)}")
+    typer.echo(f"{printable(str(found.get('model')))} is {printable(found['state'])}{pinned}{_shortened(found)}")
 
 
 def _shortened(found: dict[str, Any]) -> str:
@@ -97,7 +93,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
         shown = memory_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         row = [name, ", ".join(aliases), state, held, str(context)]
-        table.add_row(*(Text(plain(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
 
 

@@ -14,7 +14,8 @@ import typer
 from quire.cli.chat_model import ChatModel, LocalModel
 from quire.cli.options import option_name, options_named
 from quire.cli.pull import download_bar
-from quire.cli.remote import choose_address, chosen_key, find_server
+from quire.cli.remote_model import find_server
+from quire.cli.server_client import choose_address, chosen_key
 from quire.errors import ModelNotFound, QuireError
 from quire.weights.hub import DEFAULT_MODEL, find_known, pull, resolve
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.remote import DEFAULT_URL
+from quire.cli.server_client import DEFAULT_URL
 from quire.errors import InvalidRequest
 
 if TYPE_CHECKING:

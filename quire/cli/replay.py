@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
-from quire.cli.remote import Server, ServerError, note, reach_server
 from quire.cli.replay_report import Replayed, described, document, print_report
+from quire.cli.server_client import ServerClient, ServerError, note, reach_server
 from quire.errors import InvalidRequest, QuireError
 from quire.sim.replay import Ending, Fit, Probe, fit, measured, predicted, prepare, probe_work
 from quire.sim.server_log import read_log
@@ -117,7 +117,9 @@ class _Counts:
     num_steps: int | None
 
 
-def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]) -> Replayed:
+def _run(
+    server: ServerClient, wanted: str | None, trace: Sequence[TraceRequest], given: dict[str, float | None]
+) -> Replayed:
     from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
 
     model, _ = server.find_model(wanted)
@@ -148,7 +150,7 @@ def _run(server: Server, wanted: str | None, trace: Sequence[TraceRequest], give
     )
 
 
-def server_config(server: Server, model: str) -> SimConfig:
+def server_config(server: ServerClient, model: str) -> SimConfig:
     """What its scheduler works with."""
     from urllib.parse import quote
 
@@ -156,7 +158,7 @@ def server_config(server: Server, model: str) -> SimConfig:
     try:
         return SimConfig(**found["scheduling"])
     except (KeyError, TypeError):
-        raise server.misspoke("no account of its scheduling", found) from None
+        raise server.malformed("no scheduling settings", found) from None
 
 
 def _step_times(player: ReplayClient, config: SimConfig, given: dict[str, float | None]) -> Fit:
@@ -200,12 +202,11 @@ def _probes(player: ReplayClient, config: SimConfig) -> list[Probe]:
     return probes[1:]
 
 
-def _counts(server: Server, model: str) -> _Counts:
+def _counts(server: ServerClient, model: str) -> _Counts:
     from quire.cli.prometheus_text import read_exposition, total
 
     try:
-        with server.open("GET", "/metrics") as response:
-            text = b"".join(server.chunks(response)).decode("utf-8", "replace")
+        text = server.get_text("/metrics")
     except QuireError:  # a key may be kept from it
         return _Counts(None, None)
     samples = list(read_exposition(text))

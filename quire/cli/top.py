@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
-from quire.cli.remote import PATIENT, Server, ServerError, choose_address, chosen_key, read_events
+from quire.cli.server_client import PATIENT, ServerClient, ServerError, chosen_key, require_address
 from quire.errors import InvalidRequest, QuireError
 
 if TYPE_CHECKING:
@@ -37,12 +37,10 @@ def top(
     """Show what a server does: models and memory, blocks, queue, requests, speed. Ctrl-C ends it."""
     if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
         raise InvalidRequest(f"--interval {interval:g} is not from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
-    address = choose_address(server, is_local=False, engine_options=())
-    if address is None:
-        raise InvalidRequest("this needs a server, and QUIRE_SERVER says none: --server URL names one")
+    address = require_address(server)
     if not (once or as_json or sys.stdout.isatty()):
         raise InvalidRequest("this is no terminal to draw on: --once prints one frame, --json snapshots for a program")
-    source = Server(address.url, chosen_key(api_key), PATIENT)
+    source = ServerClient(address.url, chosen_key(api_key), PATIENT)
     if once:
         _print_once(source, as_json=as_json)
         return
@@ -57,29 +55,29 @@ def top(
 # What the server says
 
 
-def look(server: Server) -> Snapshot:
+def look(server: ServerClient) -> Snapshot:
     """One snapshot."""
     return _checked(server, server.get("/v1/watch?once=true"))
 
 
-def snapshots(server: Server, interval_s: float) -> Iterator[Snapshot]:
+def snapshots(server: ServerClient, interval_s: float) -> Iterator[Snapshot]:
     """As they come, until the server goes away: then it raises what became of it."""
-    with server.open("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as response:
-        for data in read_events(server.chunks(response)):
+    with server.events("GET", f"/v1/watch?interval_ms={round(interval_s * 1000)}") as events:
+        for data in events:
             yield _checked(server, server.parse(data))
     raise ServerError(f"{server.url} ended the stream")
 
 
-def _checked(server: Server, found: Any) -> Snapshot:
+def _checked(server: ServerClient, found: Any) -> Snapshot:
     if not isinstance(found, dict) or not isinstance(found.get("models"), list):
-        raise server.misspoke("a snapshot that is none", found)
+        raise server.malformed("a malformed snapshot", found)
     return found
 
 
 # On the screen
 
 
-def _print_once(server: Server, *, as_json: bool) -> None:
+def _print_once(server: ServerClient, *, as_json: bool) -> None:
     snapshot = look(server)
     if as_json:
         typer.echo(json.dumps(snapshot))
@@ -90,7 +88,7 @@ def _print_once(server: Server, *, as_json: bool) -> None:
     console.print(_frame(server, snapshot, console, None))
 
 
-def _draw_live(server: Server, interval_s: float) -> None:
+def _draw_live(server: ServerClient, interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -110,7 +108,7 @@ def _draw_live(server: Server, interval_s: float) -> None:
             time.sleep(RETRY_S)
 
 
-def _frame(server: Server, snapshot: Snapshot, console: Console, height: int | None, away: str = "") -> Text:
+def _frame(server: ServerClient, snapshot: Snapshot, console: Console, height: int | None, away: str = "") -> Text:
     """What cannot be drawn is the server's fault, and said so."""
     from quire.cli.top_view import Screen, draw
 
@@ -118,4 +116,4 @@ def _frame(server: Server, snapshot: Snapshot, console: Console, height: int | N
     try:
         return draw(snapshot, server.url, screen, away)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise server.misspoke("a snapshot that is none", snapshot) from None
+        raise server.malformed("a malformed snapshot", snapshot) from None

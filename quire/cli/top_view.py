@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from quire.cli.remote import plain
+from quire.cli.server_client import printable
 from quire.cli.sizes import memory_size
 
 # State of blocks -> its mark in the bar, one for terminals that know ASCII only, and its colour where there are any.
@@ -47,7 +47,7 @@ def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> 
     models = snapshot["models"]
     lines = [_head(snapshot, url, width)]
     if away:
-        lines.append(Text(plain(away), "bold red"))
+        lines.append(Text(printable(away), "bold red"))
     bodies = [_model(model, width, 1 if screen.is_ascii else 0) for model in models]
     busy = [model for model in models if _num_requests(model)]
     room: int | None = None  # of each, for its requests
@@ -61,7 +61,7 @@ def draw(snapshot: dict[str, Any], url: str, screen: Screen, away: str = "") -> 
 
 
 def _head(snapshot: dict[str, Any], url: str, width: int) -> Text:
-    left = f"quire {plain(str(snapshot['version']))} at {url}"
+    left = f"quire {printable(str(snapshot['version']))} at {url}"
     right = time.strftime("%H:%M:%S", time.localtime(float(snapshot["at"])))
     if snapshot["is_draining"]:
         right = f"draining  {right}"
@@ -69,11 +69,13 @@ def _head(snapshot: dict[str, Any], url: str, width: int) -> Text:
 
 
 def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
-    head = Text.assemble((plain(model["name"]), "bold"), f"  {_state(model)}")
+    head = Text.assemble((printable(model["name"]), "bold"), f"  {_state(model)}")
     engine = model["engine"]
     if engine is None:
         return [head]
-    head.append(f"  {plain(engine['backend'])}, {plain(engine['device'])}, {plain(engine['dtype'])}", "bright_black")
+    head.append(
+        f"  {printable(engine['backend'])}, {printable(engine['device'])}, {printable(engine['dtype'])}", "bright_black"
+    )
     ttft = "-"
     if engine["num_ttft"]:
         ttft = f"{engine['ttft_s_p50']:.3f} / {engine['ttft_s_p95']:.3f}"
@@ -98,7 +100,7 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
 
 
 def _state(model: dict[str, Any]) -> str:
-    state = plain(model["state"])
+    state = printable(model["state"])
     if model["progress"] is not None:
         state += f" {model['progress']:.0%}"
     if model["is_pinned"]:
@@ -144,7 +146,7 @@ def _shares(counts: dict[str, int], width: int) -> dict[str, int]:
 
 
 def _tier(tier: dict[str, Any]) -> str:
-    name = f"{tier['num_waiting']:,} {plain(tier['tier'])}"
+    name = f"{tier['num_waiting']:,} {printable(tier['tier'])}"
     return f"{name} ({tier['oldest_age_s']:.1f} s)" if tier["num_waiting"] else name
 
 
@@ -173,7 +175,7 @@ def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]
     name_width = width - len(INDENT) - sum(size for _, _, size in COLUMNS)
     rows = [_line(f"{'request':<{name_width}}" + "".join(f"{title:>{size}}" for title, _, size in COLUMNS), "bold")]
     for one in shown:
-        name = plain(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
+        name = printable(one["id"]) + (f" x{one['num_samples']}" if one["num_samples"] > 1 else "")
         cells = {field: _cell(one[field]) for _, field, _ in COLUMNS}
         if not one["is_running"]:
             cells["tokens_per_s"] = "waits"
@@ -187,7 +189,7 @@ def _requests(model: dict[str, Any], width: int, room: int | None) -> list[Text]
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
-    return plain(value) if isinstance(value, str) else f"{value:,}"
+    return printable(value) if isinstance(value, str) else f"{value:,}"
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -15,9 +15,9 @@ import pytest
 from quire.bench.report import NUM_IDLE, BenchConfig, Stage
 from quire.cli import bench_fairness
 from quire.cli.bench_fairness import measure_fairness
-from quire.cli.bench_load import Load, News, Shape, Stream, StreamClient
+from quire.cli.bench_load import Load, NewTokens, Shape, Stream, StreamClient
 from quire.cli.bench_server import ServerProcess, serving
-from quire.cli.remote import PATIENT, Server, ServerError
+from quire.cli.server_client import PATIENT, ServerClient, ServerError
 from quire.core.request import Priority
 from quire.errors import ContextTooLong, RequestFailed
 from tests.server.rig import children, command_line
@@ -47,8 +47,8 @@ def process(tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def asker(process: ServerProcess) -> StreamClient:
-    return StreamClient(Server(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
+def client(process: ServerProcess) -> StreamClient:
+    return StreamClient(ServerClient(process.url, None, PATIENT), "tiny", range(10, 200), seed=0)
 
 
 # The server
@@ -56,7 +56,7 @@ def asker(process: ServerProcess) -> StreamClient:
 
 def test_a_server_runs_until_it_is_no_longer_needed(tiny_model: Path) -> None:
     with serving(str(tiny_model), FAKE) as process:
-        server = Server(process.url, None, PATIENT)
+        server = ServerClient(process.url, None, PATIENT)
         server.wait_until_ready()
         assert server.get("/version")["scheduling"]["max_num_seqs"] == 2
         workers = children(process.pid)
@@ -84,7 +84,7 @@ def test_options_of_the_environment_do_not_reach_the_server(tiny_model: Path, mo
     monkeypatch.setenv("QUIRE_API_KEY", "sk-somebody-elses-secret")
     monkeypatch.setenv("QUIRE_LOW_SHARE", "0.5")
     with serving(str(tiny_model), FAKE) as process:
-        version = Server(process.url, None, PATIENT).get("/version")  # no key
+        version = ServerClient(process.url, None, PATIENT).get("/version")  # no key
     assert version["scheduling"]["low_share"] is None
 
 
@@ -136,17 +136,17 @@ def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: 
 # The clients
 
 
-def test_a_stream_gives_every_token_of_every_prompt(asker: StreamClient) -> None:
-    news: list[News] = []
-    Stream(asker, asker.body(Priority.LOW, SHORT, 3)).read(news.append)
+def test_a_stream_gives_every_token_of_every_prompt(client: StreamClient) -> None:
+    news: list[NewTokens] = []
+    Stream(client, client.body(Priority.LOW, SHORT, 3)).read(news.append)
     assert {one.prompt for one in news} == {0, 1, 2}
     for prompt in range(3):
         assert sum(one.num_tokens for one in news if one.prompt == prompt) == SHORT.output_tokens
         assert sum(one.is_finished for one in news if one.prompt == prompt) == 1
 
 
-def test_prompts_and_salts_are_never_the_same(asker: StreamClient) -> None:
-    bodies = [asker.body(Priority.HIGH, SHORT, 64) for _ in range(3)]
+def test_prompts_and_salts_are_never_the_same(client: StreamClient) -> None:
+    bodies = [client.body(Priority.HIGH, SHORT, 64) for _ in range(3)]
     prompts = [tuple(prompt) for body in bodies for prompt in body["prompt"]]
     assert len(set(prompts)) == 3 * 64
     assert {len(prompt) for prompt in prompts} == {8}
@@ -155,29 +155,29 @@ def test_prompts_and_salts_are_never_the_same(asker: StreamClient) -> None:
         assert len({prompt[0] for prompt in body["prompt"]}) == 64  # or the cache would share a token
 
 
-def test_a_stream_that_is_cut_ends_without_an_error(asker: StreamClient, process: ServerProcess) -> None:
-    stream = Stream(asker, asker.body(Priority.LOW, Shape(8, 4000)))
-    seen: list[News] = []
+def test_a_stream_that_is_cut_ends_without_an_error(client: StreamClient, process: ServerProcess) -> None:
+    stream = Stream(client, client.body(Priority.LOW, Shape(8, 4000)))
+    seen: list[NewTokens] = []
 
-    def take(news: News) -> None:
+    def take(news: NewTokens) -> None:
         seen.append(news)
         stream.cut()
 
     stream.read(take)
     assert seen
     assert not any(news.is_finished for news in seen)
-    wait_until(lambda: not Server(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
+    wait_until(lambda: not ServerClient(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
 
 
-def test_a_stream_that_was_cut_before_it_began_sends_nothing(asker: StreamClient) -> None:
-    stream = Stream(asker, asker.body(Priority.LOW, SHORT))
+def test_a_stream_that_was_cut_before_it_began_sends_nothing(client: StreamClient) -> None:
+    stream = Stream(client, client.body(Priority.LOW, SHORT))
     stream.cut()
     stream.read(lambda news: pytest.fail(str(news)))
 
 
-def test_both_tiers_have_tokens_and_a_load_never_runs_out(asker: StreamClient, process: ServerProcess) -> None:
-    server = Server(process.url, None, PATIENT)
-    loads = [Load(asker, tier, SHORT, 6) for tier in (Priority.HIGH, Priority.LOW)]
+def test_both_tiers_have_tokens_and_a_load_never_runs_out(client: StreamClient, process: ServerProcess) -> None:
+    server = ServerClient(process.url, None, PATIENT)
+    loads = [Load(client, tier, SHORT, 6) for tier in (Priority.HIGH, Priority.LOW)]
     for load in loads:
         load.start()
     try:
@@ -196,8 +196,8 @@ def _checked(load: Load) -> Load:
     return load
 
 
-def test_a_load_that_is_refused_says_so(asker: StreamClient) -> None:
-    load = Load(asker, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
+def test_a_load_that_is_refused_says_so(client: StreamClient) -> None:
+    load = Load(client, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
     load.start()
     with pytest.raises(ContextTooLong, match="4096"):
         wait_until(load.check)

@@ -219,7 +219,7 @@ def test_colours_where_there_are_any() -> None:
     ("arguments", "message"),
     [
         (["--server", "http://127.0.0.1:9", "--once"], "http://127.0.0.1:9 does not answer"),
-        (["--once"], "QUIRE_SERVER says none: --server URL names one"),
+        (["--once"], "QUIRE_SERVER is none: name one with --server URL"),
         (["--server", "http://127.0.0.1:9"], "this is no terminal to draw on: --once prints one frame"),
         (["--server", "http://127.0.0.1:9", "--interval", "0"], "--interval 0 is not from 0.1 to 60 seconds"),
     ],

@@ -98,7 +98,7 @@ def test_what_goes_wrong_is_one_line(server: Server) -> None:
     assert f"{server.url}: this API key is not known here" in wrong.stderr
     without = quire("generate", "Hi", "--server", server.url, env=NOBODY)
     assert "no API key was sent" in without.stderr
-    assert "--api-key or QUIRE_API_KEY gives it a key" in without.stderr
+    assert "--api-key or QUIRE_API_KEY sets a key" in without.stderr
     model = ask(server, "generate", "Hi", "--model", "someone/else")
     assert f"has no model 'someone/else', only {DEFAULT_MODEL}" in model.stderr
     long = ask(server, "generate", "-", stdin="word " * 9000)

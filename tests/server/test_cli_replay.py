@@ -12,9 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cli.prometheus_text import read_exposition, total
-from quire.cli.remote import PATIENT
-from quire.cli.remote import Server as RemoteServer
 from quire.cli.replay_client import ReplayClient, Texts, find_vocab_size
+from quire.cli.server_client import PATIENT, ServerClient
 from quire.sim.replay import Ending
 from quire.sim.traces import TraceRequest, text
 from tests.cli.runs import quire, quire_each
@@ -131,7 +130,7 @@ UNPLAYABLE: list[tuple[list[str], str]] = [
     (["t.jsonl", "--save", "."], "--save . is a folder"),
     (["t.jsonl", "--save-trace", "t.jsonl"], "--save-trace t.jsonl is the trace itself"),
     (["t.jsonl", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
-    (["t.jsonl"], "QUIRE_SERVER says none: --server URL names one"),
+    (["t.jsonl"], "QUIRE_SERVER is none: name one with --server URL"),
 ]
 
 
@@ -177,7 +176,7 @@ def test_the_page_says_what_can_be_typed(server: Server, tmp_path: Path, monkeyp
 
 
 def player(server: Server, salt: str) -> ReplayClient:
-    remote = RemoteServer(server.url, KEY, PATIENT)
+    remote = ServerClient(server.url, KEY, PATIENT)
     size = find_vocab_size(remote, MODEL)
     assert size == 32_000  # the largest it tries; this model has more
     return ReplayClient(remote, MODEL, Texts(size), salt)

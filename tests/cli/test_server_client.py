@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli import model_loading, remote
+from quire.cli import model_loading, remote_model, server_client
 from quire.cli.main import app
-from quire.cli.remote import parse_url, read_events, request_body
+from quire.cli.remote_model import request_body
+from quire.cli.server_client import parse_url, read_events
 from quire.engine.params import GenerationParams
 from quire.errors import InvalidRequest, QuireError
 from quire.text.grammar import Grammar, GrammarKind, json_schema_grammar
@@ -63,8 +64,10 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
 def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoLLM) -> ScriptedServer:
     """The server is where one is by default, and nobody names it."""
     monkeypatch.delenv("QUIRE_SERVER")
-    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
-    monkeypatch.setattr(remote, "QUICK", remote.Limits(LIMIT_S, LIMIT_S))  # it is there, however slow it is
+    monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
+    monkeypatch.setattr(
+        remote_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
+    )  # it is there, however slow it is
     del echo
     return server
 
@@ -106,7 +109,7 @@ def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: l
 def test_the_environment_names_a_server_or_none(
     server: ScriptedServer, echo: EchoLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "DEFAULT_URL", server.url)
+    monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
     assert run("generate", "Hi").stdout == "Hi\n"  # the tests' own environment says none
     assert not server.asked
     monkeypatch.setenv("QUIRE_SERVER", f"{server.url}/v1/")
@@ -120,7 +123,7 @@ def test_the_environment_names_a_server_or_none(
 
 def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_SERVER")
-    monkeypatch.setattr(remote, "DEFAULT_URL", free_url())
+    monkeypatch.setattr(server_client, "DEFAULT_URL", free_url())
     outcome = run("generate", "Hi")
     assert (outcome.stdout, outcome.stderr) == ("Hi\n", "")
     assert len(echo.seen) == 1
@@ -145,15 +148,15 @@ def test_a_stranger_on_the_port_is_left_alone(default: ScriptedServer, stranger:
     assert [asked.path for asked in default.asked] == ["/health", "/health"]
     assert "secret" not in str(default.asked)
     message = failure("generate", "Hi", "--server", default.url)
-    assert message == f"{default.url} answers, but is no quire server"
+    assert message == f"{default.url} answers, but is not a quire server"
 
 
 def test_who_speaks_no_http_is_left_alone(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(remote, "QUICK", remote.Limits(0.3, 0.05))
-        monkeypatch.setattr(remote, "PATIENT", remote.Limits(0.3, 0.05))
-        monkeypatch.setattr(remote, "DEFAULT_URL", url)
+        monkeypatch.setattr(remote_model, "QUICK", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(remote_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
+        monkeypatch.setattr(server_client, "DEFAULT_URL", url)
         monkeypatch.delenv("QUIRE_SERVER")
         assert run("generate", "Hi").stdout == "Hi\n"
         assert failure("generate", "Hi", "--server", url) == f"{url} does not answer: it took too long"
@@ -197,6 +200,19 @@ def test_a_host_no_resolver_takes_is_one_line() -> None:
     assert failure("generate", "Hi", "--server", url).startswith(f"{url} does not answer: ")
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_proxies_of_the_environment_are_not_used(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, free_url())
+    assert run("generate", "Hi", "--server", server.url).stdout == f"{PARIS}\n"
+
+
+def test_the_host_header_has_the_port(server: ScriptedServer) -> None:
+    run("generate", "Hi", "--server", server.url)
+    assert {asked.headers["host"] for asked in server.asked} == {server.url.removeprefix("http://")}
+
+
 # Which model
 
 
@@ -224,7 +240,7 @@ def test_a_server_that_wants_a_key(default: ScriptedServer) -> None:
     default.replies["/v1/models"] = [refusal(401, "no key")]
     assert run("generate", "Hi").stdout == "Hi\n"
     message = failure("generate", "Hi", "--server", default.url)
-    assert message == f"{default.url}: no key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"
+    assert message == f"{default.url}: no key (HTTP 401); --api-key or QUIRE_API_KEY sets a key"
     assert failure("generate", "Hi", "--server", default.url, "--api-key", "k") == f"{default.url}: no key (HTTP 401)"
     default.replies["/v1/models"] = models
     default.asked.clear()
@@ -238,7 +254,7 @@ def test_the_key_of_the_environment(default: ScriptedServer, monkeypatch: pytest
         run("generate", "Hi")
         assert default.asked.pop().headers["authorization"] == "Bearer from-env"
     message = failure("generate", "Hi", "--api-key", "se\ncret")
-    assert message.startswith("the API key has characters no key has")
+    assert message.startswith("the API key contains blanks or characters that are not ASCII")
     assert "cret" not in message
 
 
@@ -253,15 +269,15 @@ def health(status: str) -> Reply:
 def test_one_that_still_loads_is_waited_for(
     default: ScriptedServer, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
-    monkeypatch.setattr(remote, "POLL_S", 0)
+    monkeypatch.setattr(server_client, "POLL_S", 0)
     default.replies["/health"] = [health("loading"), health("loading"), health("restarting"), document(HEALTHY)]
     outcome = run("generate", "Hi", *(["--server", default.url] if is_named else []))
     assert (outcome.stdout, outcome.stderr) == (f"{PARIS}\n", f"[{default.url} is loading: waiting for it]\n")
 
 
 def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "POLL_S", 0)
-    monkeypatch.setattr(remote, "WAIT_S", 0)
+    monkeypatch.setattr(server_client, "POLL_S", 0)
+    monkeypatch.setattr(server_client, "WAIT_S", 0)
     default.replies["/health"] = [health("loading")]
     assert failure("generate", "Hi", "--server", default.url) == f"{default.url} is still loading after 0 s"
     assert run("generate", "Hi").stdout == "Hi\n"
@@ -271,7 +287,7 @@ def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPat
 def test_one_that_takes_no_requests(default: ScriptedServer, status: str) -> None:
     default.replies["/health"] = [health(status)]
     shown = status.replace("\x1b", " ")
-    message = f"{default.url} is {shown}, and takes no requests"
+    message = f"{default.url} is {shown} and accepts no requests"
     assert failure("generate", "Hi", "--server", default.url) == message
     assert run("generate", "Hi").stdout == "Hi\n"
 
@@ -431,7 +447,7 @@ def test_events_are_read_wherever_they_are_cut() -> None:
 
 
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, server: ScriptedServer) -> None:
-    monkeypatch.setattr(remote, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(server_client, "MAX_EVENT_BYTES", 100)
     for body in ([b"data: "] + [b"x" * 20] * 10, [b"data: xxxxxxxxx\n"] * 20):
         server.answers(stream(*body))
         message = failure("generate", "Hi", "--server", server.url)
@@ -452,27 +468,27 @@ def test_characters_cut_in_two_arrive_whole(server: ScriptedServer) -> None:
         (stream({"error": "all is lost"}), "all is lost"),
         (stream(b"event: error\n", {"error": {"message": "dead"}}), "dead"),
         (stream(chunk(choice("Hi", 0, "error"))), "the server could not finish the answer"),
-        (stream(chunk(choice("Hi"))), "URL ended the stream in the midst of the answer"),
-        (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 had ended"),
+        (stream(chunk(choice("Hi"))), "URL ended the stream before the answer was finished"),
+        (stream(chunk(choice("Hi")), DONE), "URL ended the stream before sample 0 was finished"),
         (stream(chunk(choice("Hi", 0, "stop")), is_cut=True), "URL broke off the answer: the connection ended"),
         (stream(b"data: {\n\n"), "URL sent what is not JSON: '{'"),
         (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "URL sent what is not JSON: '[["),
-        (stream(chunk(choice("Hi", 1))), "URL sent more than was asked for: "),
-        (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more than was asked for: "),
-        (stream({"choices": None}), "URL sent a chunk that is none: {'choices': None}"),
-        (stream({"choices": [3]}), "URL sent a chunk that is none: "),
-        (stream([1]), "URL sent a chunk that is none: [1]"),
-        (stream({}), "URL sent a chunk that is none: {}"),
-        (stream(chunk(choice(3))), "URL sent a chunk that is none: "),  # type: ignore[arg-type]
-        (stream(delta(reasoning_content=3)), "URL sent a chunk that is none: "),
-        (stream(delta(tool_calls=[3])), "URL sent a chunk that is none: "),
-        (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a chunk that is none: "),
-        (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a chunk that is none: "),
+        (stream(chunk(choice("Hi", 1))), "URL sent more samples than requested: "),
+        (stream(chunk(choice("Hi", 0, "stop")), chunk(choice("Hi", 0))), "URL sent more samples than requested: "),
+        (stream({"choices": None}), "URL sent a malformed chunk: {'choices': None}"),
+        (stream({"choices": [3]}), "URL sent a malformed chunk: "),
+        (stream([1]), "URL sent a malformed chunk: [1]"),
+        (stream({}), "URL sent a malformed chunk: {}"),
+        (stream(chunk(choice(3))), "URL sent a malformed chunk: "),  # type: ignore[arg-type]
+        (stream(delta(reasoning_content=3)), "URL sent a malformed chunk: "),
+        (stream(delta(tool_calls=[3])), "URL sent a malformed chunk: "),
+        (stream(chunk(choice("Hi", 0, logprobs=[1]))), "URL sent a malformed chunk: "),
+        (stream(chunk(usage={"prompt_tokens": "many"})), "URL sent a malformed chunk: "),
         (document({"choices": []}), "URL sent no event stream, but: 'application/json'"),
         (refusal(400, "top_k is odd", "top_k"), "URL: top_k is odd (HTTP 400, top_k)"),
         (refusal(429, "queue is full", retry_after="3"), "URL: queue is full (HTTP 429); try again in 3 s"),
         (refusal(503, "draining", retry_after="later"), "URL: draining (HTTP 503); try again after later"),
-        (refusal(401, "wrong key"), "URL: wrong key (HTTP 401); --api-key or QUIRE_API_KEY gives it a key"),
+        (refusal(401, "wrong key"), "URL: wrong key (HTTP 401); --api-key or QUIRE_API_KEY sets a key"),
         (Reply(500, [b"<h1>oops"]), "URL: Internal Server Error (HTTP 500)"),
         (Reply(307, [], {"location": "/elsewhere"}), "URL: Temporary Redirect (HTTP 307)"),
         (refusal(500, "\x1b]0;owned\x07" + "x" * 5000), "URL:  ]0;owned xxxx"),
@@ -490,7 +506,8 @@ def test_nothing_heavy_is_imported(server: ScriptedServer) -> None:
     script = (
         "import sys\nfrom quire.cli.main import app\n"
         "try: app()\nexcept SystemExit: pass\n"
-        "names = {'torch', 'numpy', 'tokenizers', 'msgspec', 'starlette', 'uvicorn', 'jinja2', 'gguf', 'asyncio'}\n"
+        "names = {'httpx', 'torch', 'numpy', 'tokenizers', 'msgspec'}\n"
+        "names |= {'starlette', 'uvicorn', 'jinja2', 'gguf', 'asyncio'}\n"
         "print(sorted(names & set(sys.modules)), file=sys.stderr)\n"
     )
     for arguments, stdin in ((["generate", "Hi", "--json"], ""), (["chat"], "Hi\n/stats\n")):
@@ -602,8 +619,8 @@ def test_stats_are_the_servers(server: ScriptedServer) -> None:
     ("reply", "why"),
     [
         (refusal(403, "not for this key"), "URL: not for this key (HTTP 403)"),
-        (document({"num_blocks": 3}), "URL sent cache statistics that are none: {'num_blocks': 3}"),
-        (document([1]), "URL sent cache statistics that are none: [1]"),
+        (document({"num_blocks": 3}), "URL sent malformed cache statistics: {'num_blocks': 3}"),
+        (document([1]), "URL sent malformed cache statistics: [1]"),
     ],
 )
 def test_stats_that_are_not_to_be_had(server: ScriptedServer, reply: Reply, why: str) -> None:
