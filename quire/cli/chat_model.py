@@ -11,7 +11,7 @@ from quire.errors import RequestFailed
 if TYPE_CHECKING:
     from quire.core.kv_cache import CacheStats
     from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta, TokenLogprob
+    from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob
     from quire.engine.params import GenerationParams
     from quire.text.answers import AnswerParser
 
@@ -93,7 +93,16 @@ class LocalModel:
         for completion in output.completions:
             if completion.error is not None:
                 raise RequestFailed(completion.error)
-        return AnswerUsage(**asdict(output.usage), cache=None if output.cache is None else asdict(output.cache))
+        return AnswerUsage(**asdict(output.usage), cache=self._cache_of(output))
+
+    def _cache_of(self, output: GenerationOutput) -> dict[str, Any] | None:
+        """The explanation, with the text of the prompt where the match ended."""
+        from quire.text.excerpt import stopped_text
+
+        if (cache := output.cache) is None:
+            return None
+        text = stopped_text(self.llm.text.tokenizer, output.prompt_token_ids, cache)
+        return {**asdict(cache), "stopped_text": None if text is None else asdict(text)}
 
     def _new_parsers(self, ask: ChatInput, num_samples: int) -> list[AnswerParser]:
         """One a sample. A model that does not think needs no second look at its prompt."""

@@ -22,7 +22,7 @@ ModelOption = Annotated[
     typer.Option("--model", "-m", help="A name `quire models` lists, a folder of safetensors or a .gguf file."),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions to the model, ahead of the talk.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="0: always the most probable token.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="0 to 2; 0: always the most probable token.")]
 TopKOption = Annotated[int | None, typer.Option(help="Draw among this many tokens; 0: all.")]
 TopPOption = Annotated[float | None, typer.Option(help="Draw among the tokens that make up this probability.")]
 MinPOption = Annotated[float | None, typer.Option(help="Leave out what is less probable than this share of the best.")]

@@ -209,6 +209,7 @@ def _explanation(cache: dict[str, Any]) -> dict[str, Any]:
         "num_blocks": _whole(cache["matched_blocks"]),
         "stopped_at": cache["stopped_at"],
         "reason": cache["reason"],
+        "stopped_text": cache.get("stopped_text"),
     }
 
 

@@ -84,6 +84,9 @@ def serve(
     insecure: Annotated[bool, Opt("--insecure", help="Let other machines in without a key.")] = False,
     share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Let keys share what is cached.")] = False,
     max_model_len: Annotated[int | None, Opt(help="Most tokens of prompt and answer.")] = None,
+    default_max_tokens: Annotated[
+        int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
+    ] = 4096,
     max_num_seqs: Annotated[int | None, Opt(help="Requests in one step: 64, on a GPU 256.")] = None,
     max_num_batched_tokens: Annotated[int | None, Opt(help="Tokens in one step; by the device and the model.")] = None,
     max_chunk_tokens: Annotated[int | None, Opt(help="Tokens of one prompt in one step; by the device.")] = None,

@@ -78,7 +78,14 @@ def list_models(options: Mapping[str, Any], engine: EngineConfig) -> tuple[Model
 
     def plain(name: str) -> ModelConfig:
         served = _served_name(name)
-        return ModelConfig(_place(name), (served,), served, engine, idle_unload=options["idle_unload"])
+        return ModelConfig(
+            _place(name),
+            (served,),
+            served,
+            engine,
+            idle_unload=options["idle_unload"],
+            default_max_tokens=options["default_max_tokens"],
+        )
 
     found = [plain(name) for name in options["model"] or ()]
     found += _of_file(options, engine)
@@ -143,7 +150,10 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
     if not isinstance(entry, dict):
         raise InvalidRequest(f"model = {entry!r:.80} is neither a name nor settings of a model")
     given = {str(name).replace("-", "_"): value for name, value in entry.items()}
-    known = {"model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format", *ENGINE_FIELDS}
+    known = {
+        *("model", "name", "aliases", "pinned", "preload", "idle_unload", "priority", "tool_format"),
+        *("default_max_tokens", *ENGINE_FIELDS),
+    }
     for field in given:
         if field not in known:
             raise InvalidRequest(f"{field}: there is no such field; there are {', '.join(sorted(known))}")
@@ -170,6 +180,7 @@ def _entry(entry: object, options: Mapping[str, Any], engine: EngineConfig) -> M
             idle_unload=idle_s,
             priority=priority_of(tier),
             tool_format=_text(given, "tool_format"),
+            default_max_tokens=given.get("default_max_tokens", options["default_max_tokens"]),
         )
 
 

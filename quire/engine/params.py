@@ -20,6 +20,7 @@ from quire.weights.spec import GenerationDefaults
 
 T = TypeVar("T", int, float)
 
+MAX_TEMPERATURE = 2.0  # as in OpenAI's API; what is sampled above it is noise
 MAX_SAMPLES = 32
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -33,7 +34,7 @@ MAX_PIN_TTL_S = 7 * 86400.0
 class GenerationParams:
     """None: what the model's makers recommend, or else the neutral value."""
 
-    temperature: float | None = None  # 0: always the most probable token
+    temperature: float | None = None  # 0 to 2; 0: always the most probable token
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -59,6 +60,7 @@ class GenerationParams:
             if getattr(self, name) is None:  # clients send null for what they do not want
                 object.__setattr__(self, name, empty)
         _check_samples(self.n)
+        check_temperature(self.temperature)
         for name in ("ignore_eos", "include_stop", "skip_special"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidRequest(f"{name} = {getattr(self, name)!r} is not true or false")
@@ -110,6 +112,12 @@ class GenerationParams:
             max_tokens=1 if self.is_empty else self.max_tokens,  # the least that the core computes
             stop_token_ids=stop_ids,
         )
+
+
+def check_temperature(value: float | None, high: float = MAX_TEMPERATURE) -> None:
+    """Raises InvalidRequest for a number outside 0 to `high`; what is no number is checked with the others."""
+    if type(value) in (int, float) and value is not None and math.isfinite(value) and not 0 <= value <= high:
+        raise InvalidRequest(f"temperature = {value!r} is not at least 0 and at most {high:g}")
 
 
 def _first(given: T | None, recommended: T | None, neutral: T) -> T:

@@ -16,7 +16,7 @@ from quire.engine.params import GenerationRequest
 from quire.engine.worker.generation import Generation
 from quire.errors import QuireError
 from quire.server.auth import Key
-from quire.server.errors import ApiError, from_quire
+from quire.server.errors import ApiError, Kind, from_quire
 from quire.server.inference_request import InferenceRequest
 from quire.server.limits import QueueTicket
 from quire.server.observability.activity import ActivityCounters
@@ -24,6 +24,7 @@ from quire.server.observability.logs import log_request
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestRecord
 from quire.text.answers import AnswerParser
+from quire.text.excerpt import Excerpt, stopped_text
 from quire.text.messages import ChatRequest
 
 
@@ -117,6 +118,12 @@ class ActiveRequest:
     def cache(self) -> CacheExplanation | None:
         """What the cache gave the first prompt."""
         return self.generations[0].cache if self.generations else None
+
+    @property
+    def cache_text(self) -> Excerpt | None:
+        """The text of the first prompt where its match with the cache ended."""
+        cache = self.cache
+        return None if cache is None else stopped_text(self._service.text.tokenizer, self.requests[0].prompt, cache)
 
     @property
     def num_thought_tokens(self) -> int:
@@ -294,6 +301,8 @@ class ActiveRequest:
         match error:
             case ClientGone():
                 return "cancelled", None
+            case ApiError(kind=Kind.CANCELLED):
+                return "cancelled", error.reason
             case ApiError():
                 return "error", error.reason
             case QuireError():

@@ -20,6 +20,7 @@ from quire import __version__
 from quire.server import tokenization as tokens
 from quire.server.admin import cache
 from quire.server.admin import models as admin_models
+from quire.server.admin import requests as admin_requests
 from quire.server.auth import KeyRing, presented
 from quire.server.errors import ApiError, Dialect, Kind
 from quire.server.http.not_found import advice, find_meant, why_unserved
@@ -203,6 +204,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST", "/v1/cache/unpin", cache.unpin, "Let go of them.",
         cache.UnpinRequest, cache.Unpinned, access=Access.ADMIN, tag="cache",
+    ),
+    Endpoint(
+        "GET", "/v1/requests", admin_requests.list_requests,
+        "The requests in progress: all of them for an admin key, its own for any other.",
+        answer=admin_requests.RequestList, tag="requests",
+    ),
+    Endpoint(
+        "POST", "/v1/requests/{request_id}/cancel", admin_requests.cancel_request,
+        "Cancel a request in progress: any for an admin key, its own for any other.",
+        answer=admin_requests.CancelledRequest, tag="requests",
     ),
     Endpoint(
         "POST", "/tokenize", tokens.tokenize, "Token ids of text or messages.", tokens.TokenizeRequest, tokens.Tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from quire.core.request import Priority
+from quire.core.request import MAX_TOKEN_ID, Priority
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.process import HANG_LIMIT_S
 from quire.errors import InvalidRequest
@@ -17,6 +17,7 @@ from quire.text.tool_formats import find_tool_format
 COMPAT = ("vllm",)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+DEFAULT_MAX_TOKENS = 4096
 
 
 def _check_seconds(name: str, value: float, low_s: float = 0.01) -> None:
@@ -37,8 +38,14 @@ class ModelConfig:
     idle_unload: float | None = None
     priority: Priority | None = None  # of requests that ask for none; None: their key's
     tool_format: str | None = None  # how it writes calls of tools; None: as its template shows
+    default_max_tokens: int = DEFAULT_MAX_TOKENS  # of requests that set no limit; -1: up to the end of the context
 
     def __post_init__(self) -> None:
+        if type(self.default_max_tokens) is not int or not (
+            self.default_max_tokens == -1 or 1 <= self.default_max_tokens <= MAX_TOKEN_ID
+        ):
+            text = f"default_max_tokens = {self.default_max_tokens!r:.80} is not a whole number of at least 1"
+            raise InvalidRequest(f"{text}, or -1 for the rest of the context")
         if self.tool_format is not None:
             find_tool_format(None, self.tool_format)  # refuses what is none
         if not self.names or not all(name and name.isprintable() and len(name) <= 256 for name in self.names):

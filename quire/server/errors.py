@@ -47,6 +47,7 @@ class Kind(Enum):
     UNAVAILABLE = auto()  # draining or starting
     FAILED = auto()  # this request failed here; it would again
     DIED = auto()  # the worker died under it
+    CANCELLED = auto()  # an admin, or the owner of its key, cancelled it
 
 
 class ApiError(Exception):

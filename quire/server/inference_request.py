@@ -41,6 +41,7 @@ class InferenceRequest:
     model: str | None  # None: the one that is served
     prompts: tuple[Prompt, ...]
     params: GenerationParams
+    is_unbounded: bool = False  # it asks for an answer without a limit; without max_tokens, the model has a default
     is_streaming: bool = False
     priority: Priority | None = None  # asked for; a key's tier bounds it
     cache_salt: str = ""

@@ -17,7 +17,7 @@ from functools import partial
 
 from quire.core.request import Priority
 from quire.engine.model_text import ModelText
-from quire.engine.params import GenerationRequest, PinPrefix
+from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
 from quire.engine.worker.protocol import Stepped
@@ -59,7 +59,9 @@ class ModelService:
         metrics: Metrics,
         door: TierQueues,
         quotas: Quotas,
+        default_max_tokens: int | None = None,
     ) -> None:
+        """`default_max_tokens`: of requests that set no limit; None: up to the end of the context."""
         self.text = text
         self.client = connect(self._take_step)
         self.names = names
@@ -69,6 +71,7 @@ class ModelService:
         self.created = int(time.time())
         self.door = door
         self.quotas = quotas
+        self._default_max_tokens = default_max_tokens
         self.is_draining = False
         self._is_cut = False
         self._num_open = 0
@@ -220,7 +223,8 @@ class ModelService:
             text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
             raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_model_len} tokens")
         chat = prompt if isinstance(prompt, ChatRequest) else None
-        built = self.text.request(tokens, request.params, priority=priority, salt=salt, tenant=owner, chat=chat)
+        params = self._bounded(request)
+        built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)
         pins: list[PinPrefix] = []
         if isinstance(prompt, ChatRequest):
             sizes = [await self._prefix_size(prompt, end, tokens) for end in request.breakpoints]
@@ -232,6 +236,13 @@ class ModelService:
         if request.cache_key is not None:
             pins.append(PinPrefix(_pin_id(owner, salt, "key", request.cache_key), len(tokens), request.cache_ttl_s))
         return replace(built, pins=tuple(pins)) if pins else built
+
+    def _bounded(self, request: InferenceRequest) -> GenerationParams:
+        """Its params, with the default limit where it sets none. Longer than the context is no error."""
+        params, limit = request.params, self._default_max_tokens
+        if params.max_tokens is not None or request.is_unbounded or limit is None:
+            return params
+        return replace(params, max_tokens=max(limit, params.min_tokens))
 
     async def _prefix_size(self, chat: ChatRequest, end: Breakpoint, tokens: tuple[int, ...]) -> int:
         """How many tokens of the prompt the conversation up to there makes: what its rendering has in common with it.

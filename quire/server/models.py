@@ -39,7 +39,7 @@ from quire.server.auth import Key
 from quire.server.config import ModelConfig
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import InferenceRequest
-from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, Quotas, Reading, TierQueues
+from quire.server.limits import MAX_RETRY_AFTER_S, IntakeRate, QueueTicket, Quotas, Reading, TierQueues
 from quire.server.model_service import ModelService, ServiceLimits, ending
 from quire.server.observability.metrics import Exposition, Metrics
 from quire.weights.hub import size_of
@@ -49,7 +49,7 @@ HALF_BYTES, FP32_BYTES = 2, 4  # an element of KV: an estimate, until a worker s
 LAST_STATS_S = 1.0  # for a worker that is about to be closed
 LAST_WORK_S = 5.0  # for what has no lease, or was cut
 
-__all__ = ["Model", "ModelState", "Models", "Shared"]
+__all__ = ["Model", "ModelState", "Models", "OpeningRequest", "Shared"]
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,8 @@ class Model:
 
         shared = self._shared
         names, limits = self.names, shared.limits
-        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas)
+        max_tokens = None if config.default_max_tokens == -1 else config.default_max_tokens
+        service = ModelService(text, connect, names, limits, self.metrics, self.door, shared.quotas, max_tokens)
         self.metrics.forget_worker()
         await self._start(service)
         self.door.expect(_intake(service.client))
@@ -253,6 +254,28 @@ class Model:
             self.service.cut(ApiError(Kind.UNAVAILABLE, text, retry_after_s=5.0, reason="unloading"))
 
 
+@dataclass(eq=False, slots=True)
+class OpeningRequest:
+    """A request that no engine has yet: it waits for its model to load, or is being tokenized."""
+
+    request: InferenceRequest
+    caller: Caller
+    served_by: Model
+    priority: Priority
+    task: asyncio.Task[Any] | None
+    error: ApiError | None = None
+
+    @property
+    def model(self) -> str:
+        return self.served_by.name
+
+    def fail(self, error: ApiError) -> None:
+        """End it from outside; the client gets the error."""
+        if self.error is None and self.task is not None:
+            self.error = error
+            self.task.cancel()
+
+
 class Models:
     """Belongs to one event loop."""
 
@@ -277,6 +300,7 @@ class Models:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: set[OpeningRequest] = set()
 
     def __iter__(self) -> Iterator[Model]:
         """In the order given."""
@@ -332,6 +356,26 @@ class Models:
         model = self.find(request.model)
         priority = model.priority_of(request, caller.key)
         ticket = model.door.enter(request.params.n * len(request.prompts), priority, caller.key.name)
+        opening = OpeningRequest(request, caller, model, priority, asyncio.current_task())
+        self._opening.add(opening)
+        try:
+            return await self._open(request, caller, model, ticket)
+        except asyncio.CancelledError:
+            if opening.error is None:
+                raise
+            raise opening.error from None
+        finally:
+            self._opening.discard(opening)
+
+    def in_progress(self) -> list[ActiveRequest | OpeningRequest]:
+        """The requests of all models that are not finished, in no particular order."""
+        active = [one for model in self._models if model.service is not None for one in model.service.works]
+        callers = {id(one.caller) for one in active}
+        return [*active, *(one for one in self._opening if id(one.caller) not in callers)]
+
+    async def _open(
+        self, request: InferenceRequest, caller: Caller, model: Model, ticket: QueueTicket
+    ) -> ActiveRequest:
         began_s = time.monotonic()
         try:
             await self.hold(model)

@@ -185,7 +185,7 @@ def test_an_unknown_model_is_not_fetched() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "--temperature = -1.0 is not at least 0.0"),
+        (["--temperature", "-1"], "--temperature = -1.0 is not at least 0"),
         (["--top-p", "2"], "--top-p = 2.0"),
         (["--top-k", "-5"], "--top-k = -5"),
         (["--min-p", "7"], "--min-p = 7.0"),
@@ -232,7 +232,7 @@ def test_a_prompt_that_is_none(prompt: list[str], stdin: str | bytes, message: s
 def test_a_bad_value_is_one_line_and_exit_code_2() -> None:
     outcome = quire("generate", "Hello", "--temperature", "-1")
     assert (outcome.returncode, outcome.stdout) == (2, "")
-    assert outcome.stderr == "quire: --temperature = -1.0 is not at least 0.0 and at most 100.0\n"
+    assert outcome.stderr == "quire: --temperature = -1.0 is not at least 0 and at most 2\n"
 
 
 @pytest.mark.parametrize("stdin", ["Hello", "Hello\n", "Hello\r\n", b"\xef\xbb\xbfHello\n"])

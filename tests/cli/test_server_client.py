@@ -400,7 +400,7 @@ def test_json_has_what_the_api_has(server: ScriptedServer) -> None:
         "model": NAME,
         **first,
         "usage": {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 32, "total_tokens": 43},
-        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found"},
+        "cache": {"num_tokens": 32, "num_blocks": 1, "stopped_at": 32, "reason": "not_found", "stopped_text": None},
         "completions": [first, second],
     }
 

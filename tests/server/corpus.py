@@ -670,7 +670,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
         "max_tokens": (-1, 4096),
         "max_completion_tokens": (-1, 4096),
         "min_tokens": (0, 4096),
-        "temperature": (0, 100),
+        "temperature": (0, 2),
         "top_p": (0, 1),
         "top_k": (-1, 2**31 - 1),
         "min_p": (0, 1),
@@ -701,7 +701,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int]]] = {  # path -> field -> its bound
     },
     RESPONSES: {
         "max_output_tokens": (-1, 4096),
-        "temperature": (0, 100),
+        "temperature": (0, 2),
         "top_p": (0, 1),
         "top_logprobs": (0, 20),
         "seed": (-(2**63), 2**64 - 1),

@@ -161,6 +161,24 @@ def test_only_an_admin_may_change_the_cache_or_move_models(locked: Server) -> No
     assert locked.post(CHAT, GOOD[CHAT], headers={"authorization": f"Bearer {ADMIN}"}).status == 200
 
 
+def test_an_explanation_quotes_the_prompt_of_its_caller_only(locked: Server) -> None:
+    """Alice's secret is cached; her next prompt diverges from it. What is quoted is what she has just sent."""
+    mine = {"authorization": f"Bearer {ALICE}"}
+    body = {"messages": [{"role": "user", "content": "The password is SESAME, " * 8}], "max_tokens": 1}
+    assert locked.post(CHAT, body, headers=mine).status == 200
+    asked = {"messages": [{"role": "user", "content": "The password is a secret"}]}
+    found = locked.post("/v1/cache/explain", asked, headers=mine).json
+    assert found["reason"] == "diverged"
+    assert found["stopped_text"]["before"].endswith("The password is ")
+    assert found["stopped_text"]["after"].startswith("a secret")
+    assert 'The password is " and "a secret' in found["message"]
+    assert "SESAME" not in str(found)
+    answer = locked.post(CHAT, {**asked, "max_tokens": 1, "cache": True}, headers=mine).json
+    assert answer["cache"]["stopped_text"] == found["stopped_text"]
+    other = locked.post("/v1/cache/explain", asked, headers={"authorization": f"Bearer {BOB}"}).json
+    assert (other["reason"], other["stopped_at"]) != ("diverged", found["stopped_at"])
+
+
 # Browsers
 
 FOREIGN_HOSTS = (

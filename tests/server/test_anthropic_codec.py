@@ -177,7 +177,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind: str) -> None:
         ({"max_tokens": -1}, "max_tokens = -1"),
         ({"max_tokens": 10**30}, "max_tokens = 1000"),
         ({"temperature": -0.1}, "temperature = -0.1"),
-        ({"temperature": 101}, "temperature = 101"),
+        ({"temperature": 1.5}, "temperature = 1.5 is not at least 0 and at most 1"),
         ({"top_p": 0}, "top_p = 0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 2}, "min_p = 2"),
@@ -471,12 +471,13 @@ def test_the_shape_of_an_answer() -> None:
 class FakeWork:
     """What a codec reads of a Work."""
 
-    ask: InferenceRequest
+    request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     num_prompt: int = 100
     num_cached: int = 0
     pinned_tokens: int = 0
     cache: CacheExplanation | None = None
+    cache_text: None = None
     error: Exception | None = None
     request_id: str = "req_1"
     model: str = "tiny"
@@ -489,7 +490,7 @@ class FakeWork:
 
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 
@@ -743,6 +744,7 @@ EXPECTED: dict[Kind, tuple[int, str, type[anthropic.APIStatusError]]] = {
     Kind.UNAVAILABLE: (503, "overloaded_error", anthropic.InternalServerError),
     Kind.FAILED: (500, "api_error", anthropic.InternalServerError),
     Kind.DIED: (500, "api_error", anthropic.InternalServerError),
+    Kind.CANCELLED: (499, "api_error", anthropic.APIStatusError),
 }
 
 

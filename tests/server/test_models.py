@@ -29,7 +29,13 @@ from tests.waiting import HANG_S, eventually, paused
 
 SLOW = ("--device", "20ms")  # a step: LONG takes a minute at least
 LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-OPTIONS: dict[str, Any] = {"model": [], "models_dir": None, "idle_unload": None, "served_model_name": None}
+OPTIONS: dict[str, Any] = {
+    "model": [],
+    "models_dir": None,
+    "idle_unload": None,
+    "served_model_name": None,
+    "default_max_tokens": 4096,
+}
 KEYS = """
 keys:
   - {key: sk-admin-key, name: root, admin: true}

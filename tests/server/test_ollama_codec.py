@@ -209,6 +209,7 @@ IMAGES = [{"role": "user", "content": "Hi", "images": ["aGk="]}]
         ({"options": {"mirostat": 1}}, "options.mirostat = 1 is not supported: there is no such sampler"),
         ({"options": {"typical_p": 0.5}}, r"options.typical_p = 0.5 is not supported"),
         ({"options": {"temperature": -1}}, r"options.temperature = -1.0"),
+        ({"options": {"temperature": 2.1}}, r"options.temperature = 2.1 is not at least 0 and at most 2"),
         ({"options": {"repeat_penalty": 0}}, r"options.repeat_penalty = 0.0"),
         ({"options": {"num_predict": -3}}, r"options.num_predict = -3 is neither"),
         ({"options": {"repeat_last_n": -2}}, r"options.repeat_last_n = -2"),
@@ -279,7 +280,7 @@ def test_a_model_is_found_with_the_default_tag_and_without() -> None:
 class FakeWork:
     """What a codec reads of a Work."""
 
-    ask: InferenceRequest
+    request: InferenceRequest
     steps: Sequence[Sequence[Delta]] = ()
     error: Exception | None = None
     cache: None = None
@@ -308,7 +309,7 @@ class FakeWork:
 
     def new_parser(self) -> AnswerParser:
         parser: AnswerParser = PlainAnswer()
-        if isinstance(chat := self.ask.prompts[0], ChatRequest) and chat.tools:
+        if isinstance(chat := self.request.prompts[0], ChatRequest) and chat.tools:
             parser = CallParser(find_tool_format(None), (tool.name for tool in chat.callable_tools))
         return ThoughtParser(REASONING_FORMATS[0], Opening.FREE, parser)
 

@@ -41,6 +41,7 @@ from quire.server.protocols.openai.errors import OPENAI
 from quire.server.protocols.openai.parsing import in_their_words
 from quire.server.protocols.openai.support import ACCEPTED, CHAT_UNSUPPORTED, UNSUPPORTED
 from quire.text.answers import AnswerParser
+from quire.text.excerpt import Excerpt
 from quire.text.gbnf import gbnf_to_lark
 from quire.text.grammar import (
     Grammar,
@@ -316,6 +317,14 @@ def test_completions_may_ask_for_no_answer() -> None:
     assert completion(max_tokens=-1).params.max_tokens is None  # not the default of 16
 
 
+def test_a_limit_of_minus_one_asks_for_the_rest_of_the_context() -> None:
+    """Without a limit the server's default holds, so that the two must be told apart."""
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"n_predict": -1}):
+        assert (chat(**fields).params.max_tokens, chat(**fields).is_unbounded) == (None, True)
+    assert (chat().params.max_tokens, chat().is_unbounded) == (None, False)
+    assert completion(max_tokens=-1).is_unbounded
+
+
 def test_thinking_is_switched_by_a_field_of_its_own() -> None:
     for fields, expected in (
         ({"enable_thinking": False}, False),
@@ -335,6 +344,7 @@ def test_stream_options_are_for_the_encoder() -> None:
 
 BAD_CHAT: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"temperature": 2.5}, "temperature = 2.5 is not at least 0 and at most 2", "temperature"),
     ({"top_p": 0}, "top_p = 0.0 is not", "top_p"),
     ({"stream_options": {"include_usage": True}}, "stream_options is only for stream = true", "stream_options"),
     ({"top_k": -2}, "top_k = -2 is not", "top_k"),
@@ -487,7 +497,7 @@ def test_types_describe_themselves() -> None:
     kinds = [types.ChatCompletionRequest, types.CompletionRequest, types.ChatCompletionChunk, types.ErrorAnswer]
     _, schemas = msgspec.json.schema_components(kinds)
     fields = schemas["ChatCompletionRequest"]["properties"]
-    assert {"minimum": 0, "maximum": 100, "type": "number"} in fields["temperature"]["anyOf"]
+    assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
     assert fields["functions"]["description"].startswith("Not supported: it is the older form")
     assert fields["user"]["description"].startswith("Accepted, without effect")
 
@@ -1054,7 +1064,7 @@ class MadeUpWork:
     """What a codec reads of a Work."""
 
     def __init__(self, ask: InferenceRequest, batches: Sequence[list[tuple[int, Delta]]], priority: Priority) -> None:
-        self.ask = ask
+        self.request = ask
         self.request_id = "req_1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -1062,6 +1072,7 @@ class MadeUpWork:
         self.usage = USAGE
         self.num_thought_tokens = 0
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10),)
         self._batches = batches
 
@@ -1128,6 +1139,17 @@ def test_the_cache_in_words(reason: StopReason, num_tokens: int, message: str) -
     assert found.reason == reason.value
 
 
+def test_a_prompt_that_diverged_is_quoted() -> None:
+    text = Excerpt("…Name three", " rivers.")
+    found = view(CacheExplanation(26, 0, 26, StopReason.DIVERGED), 34, text)
+    assert found.message.endswith(' It diverges between "…Name three" and " rivers.".')
+    assert found.stopped_text is not None
+    assert (found.stopped_text.before, found.stopped_text.after) == ("…Name three", " rivers.")
+    other = view(CacheExplanation(26, 0, 26, StopReason.EVICTED), 34, text)
+    assert "rivers" not in other.message
+    assert other.stopped_text == found.stopped_text
+
+
 def test_every_reason_has_a_sentence() -> None:
     for reason in StopReason:
         assert "{" not in view(CacheExplanation(0, 0, 0, reason), 1).message
@@ -1151,6 +1173,7 @@ STATUSES = {
     Kind.UNAVAILABLE: (503, "server_error", "service_unavailable"),
     Kind.FAILED: (500, "server_error", None),
     Kind.DIED: (500, "server_error", "engine_died"),
+    Kind.CANCELLED: (499, "request_cancelled", "request_cancelled"),
 }
 
 

@@ -343,6 +343,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens = 0 is not", "max_output_tokens"),
     ({"top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    ({"temperature": 3}, "temperature = 3.0 is not at least 0 and at most 2", "temperature"),
     (
         {"tools": [{**GROUP, "tools": [F, F]}]},
         "tools[0].tools[1].name = 'agents__f' is another",
@@ -438,7 +439,7 @@ class MadeUpWork:
     def __init__(
         self, ask: InferenceRequest, deltas: Sequence[Delta | Exception], meanings: dict[str, list[Piece]]
     ) -> None:
-        self.ask = ask
+        self.request = ask
         self.request_id = "r1"
         self.model = "m"
         self.created = 1_700_000_000
@@ -447,6 +448,7 @@ class MadeUpWork:
         self.pinned_tokens = 10
         self.num_thought_tokens = 3
         self.cache = CacheExplanation(8, 0, 8, StopReason.DIVERGED)
+        self.cache_text = None
         self.requests = (SimpleNamespace(prompt=(1,) * 10, sampling=SamplingParams(temperature=0.25, top_p=0.5)),)
         self.closed: list[Exception | None] = []
         self._deltas = deltas

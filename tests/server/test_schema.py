@@ -79,13 +79,14 @@ class Row:
     dialect: Words = OPENAI
     access: Access = Access.USER
     streams: bool = False
+    generates: bool = False
     tag: str = "server"
     query: type[msgspec.Struct] | None = None
 
 
 ROWS = (
-    Row("POST", "/v1/chat/completions", "Answer.", Body, Answer, streams=True, tag="openai"),
-    Row("POST", "/v1/messages", "Answer.", Body, Answer, ANTHROPIC, streams=True, tag="anthropic"),
+    Row("POST", "/v1/chat/completions", "Answer.", Body, Answer, streams=True, generates=True, tag="openai"),
+    Row("POST", "/v1/messages", "Answer.", Body, Answer, ANTHROPIC, streams=True, generates=True, tag="anthropic"),
     Row("GET", "/v1/models/{model:path}", "One of them.", answer=Answer, tag="openai"),
     Row("GET", "/v1/things/{number:int}", answer=Answer),
     Row("DELETE", "/v1/things/{number:int}", answer=Answer),

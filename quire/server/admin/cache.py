@@ -21,6 +21,7 @@ from quire.server.inference_request import InferenceRequest, Prompt
 from quire.server.protocols.cache_explanation import CacheView, view
 from quire.server.protocols.openai.chat import parse_messages
 from quire.server.protocols.openai.types import ChatMessage
+from quire.text.excerpt import stopped_text
 from quire.text.messages import ChatRequest
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ async def explain(context: RequestContext) -> Response:
     body = await context.body(ExplainRequest)
     service = _service(context, body.model)
     tokens, salt = await _prompt(context, service, body)
-    return context.json(view(await service.client.explain(tokens, salt), len(tokens)))
+    explanation = await service.client.explain(tokens, salt)
+    text = stopped_text(service.text.tokenizer, tokens, explanation)
+    return context.json(view(explanation, len(tokens), text))
 
 
 async def stats(context: RequestContext) -> Response:

@@ -40,6 +40,8 @@ class Route(Protocol):
     @property
     def streams(self) -> bool: ...
     @property
+    def generates(self) -> bool: ...
+    @property
     def tag(self) -> str: ...
     @property
     def query(self) -> type[msgspec.Struct] | None: ...
@@ -54,6 +56,7 @@ STATUSES = {
     408: "The body did not come in time.",
     413: "The body is too large.",
     429: "Too many requests: of this key, or of everyone. `Retry-After` says when to come back.",
+    499: "The request was cancelled by an admin, or with its own key.",
     500: "The server failed at this request, or the model's process died under it.",
     503: "Starting, shutting down or stuck. `Retry-After` says when to come back.",
     529: "The queue is full. `Retry-After` says when to come back.",
@@ -127,9 +130,14 @@ FIELDS = {
     "json_schema": "A schema, or its JSON text, that the answer must follow.",
     "logit_bias": "Token id to a number from -100 to 100 that is added to its logit.",
     "logprobs": "Return log probabilities.",
-    "max_completion_tokens": "The longest answer, in tokens. -1: no limit.",
-    "max_output_tokens": "The longest answer, in tokens.",
-    "max_tokens": "The longest answer, in tokens. -1: no limit. 0, in completions: none.",
+    "max_completion_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. Unless given: --default-max-tokens, 4096."
+    ),
+    "max_output_tokens": "The longest answer, in tokens. Unless given: --default-max-tokens, 4096.",
+    "max_tokens": (
+        "The longest answer, in tokens. -1: no limit but the context. 0, in completions: none."
+        " Unless given: in completions 16, else --default-max-tokens, 4096."
+    ),
     "messages": "The conversation, oldest first.",
     "min_p": "0 to 1: only tokens at least this probable, relative to the most probable one.",
     "min_tokens": "The shortest answer, in tokens.",
@@ -158,7 +166,7 @@ FIELDS = {
     "stream_options": "What a stream says besides text.",
     "structured_outputs": "What the answer must look like, in one of several ways.",
     "system": "Instructions ahead of the conversation.",
-    "temperature": "0: always the most probable token. By default the model's own, else 1.",
+    "temperature": "0 to 2 (Anthropic: 1); 0: always the most probable token. By default the model's own, else 1.",
     "tokens": "Token ids.",
     "tool_choice": "Whether to call a tool, and which.",
     "tools": "Functions that the answer may call; the client runs them.",
@@ -279,6 +287,8 @@ def _statuses(route: Route) -> list[int]:
         found |= {400, 404, 408, 413, 429}
         if route.dialect.name == "anthropic":
             found.add(529)
+    if route.generates:
+        found.add(499)
     if _PARAMETER.search(route.path):
         found.add(404)
     if route.query is not None:

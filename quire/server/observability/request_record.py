@@ -27,7 +27,7 @@ class RequestRecord:
     prefill_s: float | None  # from the beginning to the first token
     decode_s: float | None  # from the first token to the last
     e2e_s: float  # from arrival to the end
-    finish: str  # stop, length, cancelled (the client left), error, or the reason of a refusal
+    finish: str  # stop, length, cancelled (the client left, or an admin ended it), error, or the reason of a refusal
     error: str | None = None  # the kind of error, never its text
 
     @property

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.prefix import CacheExplanation, StopReason
+from quire.text.excerpt import Excerpt
 
 # What follows "N of M prompt tokens come from the cache"; {at} is the first token that does not.
 _WHY = {
@@ -19,6 +20,13 @@ _WHY = {
     StopReason.NOT_FOUND: "; nothing that is cached goes on from token {at}.",
     StopReason.OFF: ": it is switched off, or the request needs every token of the prompt computed.",
 }
+
+
+class StoppedText(msgspec.Struct):
+    """The caller's own prompt around `stopped_at`, at most 40 characters on each side."""
+
+    before: str
+    after: str
 
 
 class CacheView(msgspec.Struct):
@@ -34,9 +42,13 @@ class CacheView(msgspec.Struct):
         ),
     ]
     message: str
+    stopped_text: Annotated[
+        StoppedText | None,
+        Meta(description="The text of this prompt before and from `stopped_at`; null: complete or off."),
+    ] = None
 
 
-def view(explanation: CacheExplanation, prompt_tokens: int) -> CacheView:
+def view(explanation: CacheExplanation, prompt_tokens: int, stopped_text: Excerpt | None = None) -> CacheView:
     is_complete = explanation.reason is StopReason.COMPLETE
     return CacheView(
         matched_tokens=explanation.num_tokens,
@@ -44,8 +56,15 @@ def view(explanation: CacheExplanation, prompt_tokens: int) -> CacheView:
         prompt_tokens=prompt_tokens,
         stopped_at=None if is_complete else explanation.stopped_at,
         reason=explanation.reason.value,
-        message=_sentence(explanation, prompt_tokens),
+        message=_sentence(explanation, prompt_tokens) + _quote(explanation.reason, stopped_text),
+        stopped_text=None if stopped_text is None else StoppedText(stopped_text.before, stopped_text.after),
     )
+
+
+def _quote(reason: StopReason, text: Excerpt | None) -> str:
+    if text is None or reason is not StopReason.DIVERGED:
+        return ""
+    return f' It diverges between "{text.before}" and "{text.after}".'
 
 
 def _sentence(explanation: CacheExplanation, prompt_tokens: int) -> str:

@@ -80,6 +80,7 @@ async def props(context: RequestContext) -> Response:
     facts = await facts_of(model)
     given = {name: getattr(facts.defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given["repeat_penalty"] = facts.defaults.repetition_penalty
+    given["n_predict"] = model.config.default_max_tokens
     params = SlotParams(**{name: value for name, value in given.items() if value is not None})
     n_ctx = model.max_model_len or (0 if facts.spec is None else facts.spec.max_model_len)
     return context.json(

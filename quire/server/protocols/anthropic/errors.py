@@ -22,6 +22,7 @@ _WORDS: dict[Kind, tuple[int, str]] = {
     Kind.UNAVAILABLE: (503, "overloaded_error"),
     Kind.FAILED: (500, "api_error"),
     Kind.DIED: (500, "api_error"),
+    Kind.CANCELLED: (499, "api_error"),
 }
 
 

@@ -221,7 +221,7 @@ class Reply:
         explanation = self._active.cache
         if not self._active.request.wants_cache or explanation is None:
             return UNSET
-        return view(explanation, self._active.usage.prompt_tokens)
+        return view(explanation, self._active.usage.prompt_tokens, self._active.cache_text)
 
 
 def event(news: Event) -> bytes:

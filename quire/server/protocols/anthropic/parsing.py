@@ -10,13 +10,14 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from quire.engine.params import GenerationParams
+from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
 from quire.server.inference_request import Breakpoint, InferenceRequest, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
 from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
 from quire.server.protocols.anthropic.types import (
+    MAX_TEMPERATURE,
     ROLES,
     Block,
     CacheControl,
@@ -342,6 +343,7 @@ def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
 
 
 def _params(body: MessagesRequest) -> GenerationParams:
+    check_temperature(body.temperature, MAX_TEMPERATURE)
     try:
         return GenerationParams(
             temperature=body.temperature,

@@ -19,6 +19,7 @@ from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
+MAX_TEMPERATURE = 1  # as in Anthropic's API
 TOOL_NAME = f"^[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 
 
@@ -160,7 +161,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     ] = None
     stop_sequences: Annotated[list[str] | None, _says("Strings that end the answer.", maxItems=MAX_STOPS)] = None
     stream: bool | None = None
-    temperature: Annotated[float, _bounds(minimum=0, maximum=100)] | None = None
+    temperature: Annotated[float, _bounds(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
     top_k: Annotated[int, _bounds(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
     top_p: Annotated[float, _bounds(exclusiveMinimum=0, maximum=1)] | None = None
     # Ours

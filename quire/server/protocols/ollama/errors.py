@@ -22,6 +22,7 @@ _STATUS = {
     Kind.UNAVAILABLE: 503,
     Kind.FAILED: 500,
     Kind.DIED: 500,
+    Kind.CANCELLED: 499,
 }
 
 

@@ -136,6 +136,7 @@ def _inference_request(body: OllamaBody, prompt: Prompt) -> InferenceRequest:
             model=body.model,
             prompts=(prompt,),
             params=_params(body, options),
+            is_unbounded=options.num_predict in NO_BOUND,
             is_streaming=body.stream is not False,
             priority=priority_of(body.priority),
             cache_salt=body.cache_salt or "",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID
-from quire.engine.params import MAX_LOGPROBS
+from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.ollama.support import ignored, refused
 from quire.text.messages import MAX_MESSAGES
@@ -40,10 +40,16 @@ KeepAlive = Annotated[
 class OllamaOptions(Struct, kw_only=True):
     """`options`: how to sample, and settings that only Ollama's own runner has."""
 
-    num_predict: Annotated[int | None, _says("The longest answer, in tokens; 0, -1 and -2: no bound.", minimum=-2)] = (
-        None
-    )
-    temperature: Annotated[float | None, _says("0: always the most probable token.", minimum=0, maximum=100)] = None
+    num_predict: Annotated[
+        int | None,
+        _says(
+            "The longest answer, in tokens; 0, -1, -2: no limit but the context. Unless given: --default-max-tokens.",
+            minimum=-2,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, _says("0: always the most probable token.", minimum=0, maximum=MAX_TEMPERATURE)
+    ] = None
     top_k: Annotated[int | None, _says("0 or less: all of them.", maximum=MAX_TOKEN_ID)] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None

@@ -146,7 +146,7 @@ def cache_view(active: ActiveRequest) -> CacheView | None:
     """Of the first prompt, for those who asked."""
     if not active.request.wants_cache or active.cache is None:
         return None
-    return view(active.cache, len(active.requests[0].prompt))
+    return view(active.cache, len(active.requests[0].prompt), active.cache_text)
 
 
 @lru_cache(maxsize=64)

@@ -37,8 +37,10 @@ _WORDS = {
     Kind.UNAVAILABLE: _Words(503, "server_error", "service_unavailable"),
     Kind.FAILED: _Words(500, "server_error"),
     Kind.DIED: _Words(500, "server_error", "engine_died"),
+    # As gRPC maps CANCELLED. No client retries it, which they would do with 409 or any 5xx.
+    Kind.CANCELLED: _Words(499, "request_cancelled", "request_cancelled"),
 }
-_UNSUPPORTED = ("unsupported_parameter", "unsupported_value")  # reasons that are codes of OpenAI's
+_CODES = ("unsupported_parameter", "unsupported_value", "request_not_found")  # reasons that are codes too
 _encode = msgspec.json.Encoder().encode
 
 
@@ -50,7 +52,7 @@ def _status(error: ApiError) -> int:
 
 def _told(error: ApiError) -> ErrorBody:
     words = _WORDS[error.kind]
-    code = error.reason if error.reason in _UNSUPPORTED else words.code
+    code = error.reason if error.reason in _CODES else words.code
     return ErrorBody(error.message, words.type, error.param, code)
 
 

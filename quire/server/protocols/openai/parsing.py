@@ -19,6 +19,7 @@ from quire.server.protocols.openai.types import RETENTIONS_S, SERVICE_TIERS, TTL
 T = TypeVar("T")
 
 DEFAULT_TTL_S = 300.0
+NO_LIMIT = -1  # max_tokens of llama.cpp
 _MAX_KEY_DIGITS = 10  # of a token id
 
 # Ours -> theirs, where an error of ours begins with a field.
@@ -73,7 +74,7 @@ def params_of(
             logit_bias=_biases(body.logit_bias or {}),
             seed=None if body.seed == -1 else body.seed,  # as vLLM and llama.cpp have it: none
             n=_or(body.n, 1),
-            max_tokens=None if max_tokens == -1 else max_tokens,
+            max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
             min_tokens=_or(body.min_tokens, 0),
             stop=_or(body.stop, ()),
             stop_token_ids=_or(body.stop_token_ids, ()),
@@ -101,6 +102,7 @@ def ask_of(
         model=body.model,
         prompts=prompts,
         params=params,
+        is_unbounded=params.max_tokens is None and NO_LIMIT in _limits(body).values(),
         is_streaming=_or(body.stream, False),
         priority=_priority(body),
         cache_salt=body.cache_salt or "",
@@ -110,6 +112,13 @@ def ask_of(
         wants_cache=_or(body.cache, False),
         ignored=tuple(name for name in other_servers.ACCEPTED if getattr(body, name) is not None),
     )
+
+
+def _limits(body: GenerationBody) -> dict[str, int]:
+    """The fields of the body that limit the answer, most recent protocol first."""
+    names = ("max_output_tokens", "max_completion_tokens", "max_tokens", "n_predict")
+    found = {name: getattr(body, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def cache_ttl_s(body: GenerationBody) -> float:

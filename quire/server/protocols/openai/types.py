@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY, Priority
-from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS
+from quire.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_IDS, MAX_TEMPERATURE
 from quire.server.inference_request import MAX_NAME_CHARS, MAX_PROMPTS
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.openai.other_servers import OtherServersFields
@@ -99,7 +99,7 @@ class GenerationBody(OtherServersFields, kw_only=True):
     max_tokens: TokenCount | None = None
     n_predict: TokenCount | None = None  # llama.cpp's max_tokens
     min_tokens: Annotated[int, _within(minimum=0, maximum=MAX_TOKEN_ID)] | None = None
-    temperature: Annotated[float, _within(minimum=0, maximum=100)] | None = None
+    temperature: Annotated[float, _within(minimum=0, maximum=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, _within(exclusiveMinimum=0, maximum=1)] | None = None
     top_k: Annotated[int, _within(minimum=-1, maximum=MAX_TOKEN_ID)] | None = None  # 0 or -1: all of them
     min_p: Annotated[float, _within(minimum=0, maximum=1)] | None = None
