@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 def chat(
     model: options.ModelOption = None,
     system: options.SystemOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    max_tokens: options.MaxTokensOption = 1024,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
     top_p: options.TopPOption = None,

@@ -29,7 +29,7 @@ def generate(
     model: options.ModelOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
     system: options.SystemOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_tokens: options.MaxTokensOption = 512,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
     top_p: options.TopPOption = None,

@@ -23,6 +23,7 @@ ModelOption = Annotated[
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions to the model, ahead of the talk.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="0 to 2; 0: always the most probable token.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 TopKOption = Annotated[int | None, typer.Option(help="Draw among this many tokens; 0: all.")]
 TopPOption = Annotated[float | None, typer.Option(help="Draw among the tokens that make up this probability.")]
 MinPOption = Annotated[float | None, typer.Option(help="Leave out what is less probable than this share of the best.")]

@@ -122,6 +122,29 @@ def test_ctrl_c_ends_the_work_there(server: Server) -> None:
     server.wait_free()
 
 
+def test_a_running_request_is_listed_and_cancelled(server: Server) -> None:
+    server.wait_free()
+    command = [sys.executable, "-m", "quire", "generate", "Count.", "--ignore-eos", "--max-tokens", "2000"]
+    command += ["--server", server.url, "--api-key", KEY]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **NOBODY}
+    ) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.read(3)
+        (request,) = json.loads(ask(server, "ps", "--requests", "--json").stdout)
+        assert (request["model"], request["state"], request["max_tokens"]) == (DEFAULT_MODEL, "running", 2000)
+        assert request["id"] in ask(server, "ps").stdout
+        assert ask(server, "cancel", request["id"]).stdout == f"{request['id']} is cancelled\n"
+        run.stdout.read()
+        assert "the request was cancelled" in run.stderr.read()
+        assert run.wait(LIMIT_S) == 2
+    server.wait_free()
+    again = ask(server, "cancel", request["id"])
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"id = '{request['id']}' is not a request in progress" in again.stderr
+
+
 # chat
 
 
