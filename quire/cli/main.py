@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -94,7 +95,11 @@ class _Commands(TyperGroup):
         command = typer.Typer(**_SETTINGS)
         settings = {**HELP, **getattr(module, "CONTEXT", {})}
         command.command(name=cmd_name, context_settings=settings)(getattr(module, name))
-        return get_command(command)
+        found: Any = get_command(command)
+        if old := getattr(module, "OLD_OPTIONS", None):
+            parse = found.parse_args
+            found.parse_args = lambda context, args: parse(context, [_renamed(arg, old) for arg in args])
+        return found
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
@@ -102,6 +107,12 @@ class _Commands(TyperGroup):
         for title, commands in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(f"{name:{width}}", text) for name, text in commands.items()])
+
+
+def _renamed(argument: str, names: Mapping[str, str]) -> str:
+    """The new name of an option, which may be followed by =VALUE."""
+    option, equals, value = argument.partition("=")
+    return f"{names.get(option, option)}{equals}{value}"
 
 
 app = typer.Typer(
