@@ -1,11 +1,11 @@
-"""How fast the server gets over what clients and workers do to it.
+"""Measures how fast the server recovers from disconnects, crashes and overload.
 
-    python benchmarks/chaos.py                 the default model
-    python benchmarks/chaos.py --fake MODEL    without arithmetic: the server's own part (a step of the fake takes 5 ms)
+    python benchmarks/chaos.py                 the default model python benchmarks/chaos.py --fake MODEL    without
+    arithmetic: the server's own share (a step of the fake takes 5 ms)
 
-Prints, from one run: how long after a disconnect the blocks are free; how long after kill -9 of the worker its streams
-end and the next answer comes; the throughput at ten times the load, against the load it can take, and how fast the rest
-is refused. The bars (docs/performance.md): 2 s, 30 s, 90 %, 100 ms.
+Prints, from one run: the time from a disconnect to free blocks; the time from kill -9 of the worker to the end of its
+streams and to the next answer; the throughput at ten times the load, relative to the load it can handle, and how fast
+the rest is refused. The limits (docs/performance.md): 2 s, 30 s, 90 %, 100 ms.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def send(port: int, path: str, value: object | None) -> tuple[asyncio.Stre
 
 
 async def ask(port: int, path: str, value: object | None = None) -> tuple[int, bytes]:
-    """Status and the rest, to the end."""
+    """Send a request and return its status and body."""
     reader, writer = await send(port, path, value)
     data = await reader.read(-1)
     writer.close()
@@ -74,7 +74,7 @@ async def stats(port: int) -> Any:
 
 
 async def disconnects(port: int, count: int) -> list[float]:
-    """Seconds from closing a stream under way to no block in use."""
+    """Return seconds from closing an unfinished stream until no block is in use."""
     took: list[float] = []
     for number in range(count):
         reader, writer = await send(port, "/v1/chat/completions", body(number, 2000))
@@ -88,7 +88,7 @@ async def disconnects(port: int, count: int) -> list[float]:
 
 
 async def kill(process: subprocess.Popen[str], port: int) -> tuple[float, float, int]:
-    """Seconds until all streams have ended, until the next answer, and how many ended with an error event."""
+    """Return seconds until all streams ended, seconds until the next answer, and streams that ended with an error."""
     streams = [await send(port, "/v1/chat/completions", body(number, 2000)) for number in range(SLOTS)]
     for reader, _ in streams:
         await reader.readuntil(b"data: ")
@@ -104,7 +104,7 @@ async def kill(process: subprocess.Popen[str], port: int) -> tuple[float, float,
 
 
 async def load(port: int, clients: int, seconds: float) -> tuple[float, list[float]]:
-    """Answers a second, and how long each refusal took. Refused clients come again after a tenth of a second."""
+    """Return answers per second, and the time of each refusal. Refused clients retry after a tenth of a second."""
     served = 0
     refusals: list[float] = []
     started_s = time.perf_counter()

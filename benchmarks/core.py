@@ -1,11 +1,11 @@
-"""What the core costs: per operation, per step, per prompt, per audit, and for the prefix tree when nothing ever hits.
+"""Measures the core: time per operation, step, prompt and audit, and the prefix tree without any hits.
 
     python benchmarks/core.py            all tables, about a minute
     python benchmarks/core.py --quick    a smoke run
 
-Prints ratios measured in this run. The claims (docs/performance.md): cost per operation grows by less than 3x from
-1e3 to 1e6 blocks, schedule + commit of 256 decodes takes less than 1 ms, the tree at 0 % hits costs less than 1 % of a
-step of the smallest real model.
+Prints ratios measured in this run. The claims (docs/performance.md): the time per operation grows by less than 3x from
+1e3 to 1e6 blocks, schedule + commit of 256 decodes takes less than 1 ms, and the tree at 0 % hits costs less than 1 %
+of a step of the smallest real model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from quire.engine.worker.worker import MAX_LOOKED_AT
 CONTEXT = 2048
 SMALLEST_STEP_MS = (
     1000 / 176
-)  # SmolLM2-135M, one stream on 2 cores at llama.cpp's fastest: the shortest step to hide in
+)  # SmolLM2-135M, one stream on 2 cores, the fastest llama.cpp reaches: the shortest real step
 
 
 def nanoseconds(work: Callable[[], int], repeats: int) -> float:
-    """Median time per operation of a piece of work that returns how many it did."""
+    """Return the median time per operation of `work`, which returns how many operations it did."""
     samples = []
     for _ in range(repeats):
         begin = time.perf_counter_ns()
@@ -50,7 +50,7 @@ def nanoseconds(work: Callable[[], int], repeats: int) -> float:
 
 
 def operations(num_blocks: int, repeats: int) -> dict[str, float]:
-    """Per block, in a pool that is full of cached content, so that every take evicts."""
+    """Return times per block, in a pool full of cached content, so that every take evicts."""
     random = Random(num_blocks)
     cache = KVCacheManager(num_blocks)
     cached = [fill(cache, request_id, random) for request_id in range(max(1, (num_blocks - 1) // 65))]
@@ -60,7 +60,7 @@ def operations(num_blocks: int, repeats: int) -> dict[str, float]:
     fresh = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(8)]
     lives = [Request(i, random.choices(range(32_000), k=CONTEXT)) for i in range(40)]
     for request in [*lookups, *fresh]:
-        cache.match(request)  # keys are computed once per request; here only the walk is timed
+        cache.match(request)  # keys are computed once per request; only the walk is timed here
 
     def share_release() -> int:
         for _ in range(8):
@@ -83,13 +83,13 @@ def operations(num_blocks: int, repeats: int) -> dict[str, float]:
         "match, miss (a request)": nanoseconds(lambda: match(fresh), repeats) * CONTEXT / cache.block_size,
         "life of a fresh block": nanoseconds(lambda: live(cache, lives.pop()), min(repeats, 40)),
     }
-    # Last, because it evicts what the others look for, and only as often as there is something to evict.
+    # Last, because it evicts the content that the others look up, and only while there is something to evict.
     table["take, evicting"] = nanoseconds(take, min(repeats, (num_blocks - 1) // 32))
     return table
 
 
 def live(cache: KVCacheManager, request: Request) -> int:
-    """A request nobody has seen: its blocks are taken (evicting others), hashed, published and released."""
+    """Run a new request: its blocks are taken (evicting others), hashed, published and released."""
     cache.grow(request, CONTEXT)
     request.num_computed = CONTEXT
     cache.publish(request)
@@ -98,7 +98,7 @@ def live(cache: KVCacheManager, request: Request) -> int:
 
 
 def fill(cache: KVCacheManager, request_id: int, random: Random) -> Request:
-    """Compute one request and leave it in the cache."""
+    """Compute one request and leave its blocks in the cache."""
     request = Request(request_id, random.choices(range(32_000), k=CONTEXT + 8))
     cache.grow(request, len(request.tokens))
     request.num_computed = len(request.tokens)
@@ -112,7 +112,7 @@ def result_of(plan: StepPlan, token: int = 7) -> StepResult:
 
 
 def decoding(num_running: int, num_blocks: int, context: int = CONTEXT) -> Scheduler:
-    """A scheduler with so many requests in the middle of their answers."""
+    """Return a scheduler with `num_running` requests in the middle of their answers."""
     random = Random(1)
     scheduler = Scheduler(
         KVCacheManager(num_blocks),
@@ -130,7 +130,7 @@ def decoding(num_running: int, num_blocks: int, context: int = CONTEXT) -> Sched
 
 
 def step_us(scheduler: Scheduler, num_steps: int) -> float:
-    """Median schedule + commit time with one step in flight, as the engine runs it."""
+    """Return the median schedule + commit time with one step in flight, as the engine runs it."""
     samples = []
     before = scheduler.schedule(now_ns=2 * 10**9)
     for step in range(num_steps):
@@ -144,7 +144,7 @@ def step_us(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def waiting_us(crowd: int) -> float:
-    """Median time of a step that computes a chunk of a prompt for which a crowd of siblings waits."""
+    """Return the median time of a step that computes a chunk of a prompt for which `crowd` siblings wait."""
     prompt = Random(3).choices(range(32_000), k=8_192)
     scheduler = Scheduler(KVCacheManager(40_000), Fair(), max_num_seqs=crowd + 1, max_num_batched_tokens=crowd + 513)
     for request_id in range(crowd + 1):
@@ -159,7 +159,7 @@ def waiting_us(crowd: int) -> float:
 
 
 def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
-    """Whole lives of requests that share nothing, one after the other: mean scheduler time per step."""
+    """Return the mean scheduler time per step over whole requests that share nothing, one after the other."""
     random = Random(2)
     scheduler = Scheduler(KVCacheManager(1024, is_caching=is_caching), Fair(), max_num_seqs=1)
     sampling = SamplingParams(max_tokens=num_decodes)
@@ -178,7 +178,7 @@ def life_us(*, is_caching: bool, num_requests: int, num_decodes: int) -> float:
 
 
 def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
-    """Microseconds a worker spends on a prompt: from its message to a request that waits, and to find it cached."""
+    """Return microseconds a worker spends on a prompt: from its message to the queue, and to find it in the cache."""
     prompt = PackedPrompt.of(Random(4).choices(range(32_000), k=num_tokens))
     frame = pack(Add((1,), prompt, SamplingParams(max_tokens=1), Priority.NORMAL, ""))[4:]
     capacity = Capacity(num_tokens // 32 + 10, 32, 8, num_tokens + 100, 32_000)
@@ -211,14 +211,14 @@ def admission_us(num_tokens: int, repeats: int) -> dict[str, float]:
 
 
 def idle_audit(num_blocks: int) -> tuple[int, float, float]:
-    """An audit of a pool full of cached content: slices, and milliseconds of CPU time of all and of the longest."""
+    """Audit a pool full of cached content. Return slices, and CPU milliseconds in total and of the longest slice."""
     random = Random(5)
     scheduler = Scheduler(KVCacheManager(num_blocks), Fair())
     for request_id in range((num_blocks - 1) // 65):
         fill(scheduler.cache, request_id, random)
     times, slices = [], audit(scheduler, max_blocks=MAX_LOOKED_AT)
     while True:
-        begin = time.process_time_ns()  # of this process: others may have the processor in between
+        begin = time.process_time_ns()  # CPU time of this process: others may run in between
         is_over = next(slices, slices) is slices
         times.append((time.process_time_ns() - begin) / 1e6)
         if is_over:
@@ -226,7 +226,7 @@ def idle_audit(num_blocks: int) -> tuple[int, float, float]:
 
 
 def pin_us(num_blocks: int, repeats: int) -> float:
-    """A pin of 64 blocks that one of 64 others yields to: half the pool is pinned."""
+    """Return the time of a pin of 64 blocks that makes one of 64 other pins yield: half the pool is pinned."""
     board = (cache := KVCacheManager(num_blocks)).pins
     size = max(board.max_blocks // 500, 1)
     blocks = cache.pool.blocks[1:]
@@ -253,7 +253,7 @@ def main() -> int:
     options = parser.parse_args()
     sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000)
     repeats = 20 if options.quick else 200
-    gc.disable()  # the million blocks of the tables would be walked again and again
+    gc.disable()  # otherwise the collector walks the million blocks of the tables repeatedly
     print(f"quire core, Python {platform.python_version()} on {platform.machine()}\n")
 
     print("nanoseconds per block, pool full of cached content")
@@ -280,13 +280,15 @@ def main() -> int:
     print(row(["us a step", *(f"{waiting_us(crowd):,.0f}" for crowd in crowds)]))
 
     lengths = (1_024, 8_192) if options.quick else (1_024, 16_384, 131_072)
-    print("\nletting a prompt in, microseconds")
+    print("\nadmitting a prompt, microseconds")
     print(row(["tokens", *(f"{length:,}" for length in lengths)]))
     admissions = [admission_us(length, min(repeats, 20)) for length in lengths]
     for name in admissions[0]:
         print(row([name, *(f"{table[name]:,.0f}" for table in admissions)]))
 
-    print(f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks at a time; a pin of 64 blocks, half the pool being pinned")
+    print(
+        f"\nan idle worker's audit, {MAX_LOOKED_AT} blocks per slice; a pin of 64 blocks while half the pool is pinned"
+    )
     pools = [size for size in sizes if size <= 100_000]
     print(row(["blocks", *(f"{size:,}" for size in pools)]))
     audits = [idle_audit(size) for size in pools]

@@ -1,16 +1,16 @@
-"""Ours beside llama.cpp on this machine's CPU: in one run, in turns, each measurement in a process of its own.
+"""Compares quire with llama.cpp on this machine's CPU: in one run, alternating, each measurement in its own process.
 
-    python benchmarks/cpu.py --out cpu.json         # all of it; the first time it builds llama.cpp, for 15 minutes
+    python benchmarks/cpu.py --out cpu.json         # everything; the first run builds llama.cpp, which takes 15 minutes
     python benchmarks/cpu.py --only decode,prefill --clients 1,16 --rounds 5
-    python benchmarks/cpu.py --quick --no-llama     # does it run at all
+    python benchmarks/cpu.py --quick --no-llama     # a smoke run
 
-A shared machine has fast and slow minutes, so no time stands alone: in each round everyone does the same thing one
-after the other, each ratio is taken within its round, and the table has the medians. llama.cpp runs the model as it
-ships and in the formats it likes best, made from that file; flash attention, batch sizes and the rest are its choice.
+The speed of a shared machine varies, so single times mean little: in each round all contenders do the same work one
+after the other, ratios are taken within a round, and the table has the medians. llama.cpp runs the model as shipped and
+in the formats it is fastest with, converted from that file; flash attention, batch sizes and the rest are its defaults.
 
-decode: tokens a second of all clients together, 128 tokens read and 64 written, as `llama-batched-bench` measures it.
-prefill: one prompt. prefix: the first token of a second request on a long head. start: from the start of a process, in
-Python, to its first token. precision: distance from fp32 of the file as it ships (see tests/precision.py).
+decode: tokens per second of all clients together, 128 tokens read and 64 written, as in `llama-batched-bench`.
+prefill: one prompt. prefix: the first token of a second request with the same long prefix. start: from the start of a
+process, in Python, to its first token. precision: distance from fp32 of the shipped file (see tests/precision.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from quire.weights.hub import resolve
 
 STAGES = ("decode", "prefill", "prefix", "start", "precision")
 CLIENTS = (1, 4, 8, 16, 32)
-LIMIT_S = 900.0  # of one measurement
-QUIET = 0.05  # of the machine for others: with more, figures are worth little
+LIMIT_S = 900.0  # per measurement
+QUIET = 0.05  # share of the machine for other processes, above which the figures are not reliable
 OURS = "quire"
 
 
@@ -55,7 +55,7 @@ class Scale:
     output_tokens: int
     prefills: tuple[int, ...]
     head_tokens: int
-    windows: tuple[int, ...]  # of the text that precision is judged on
+    windows: tuple[int, ...]  # of the text used for precision
     num_chats: int
     has_bars: bool
 
@@ -66,11 +66,11 @@ QUICK = Scale((1, 4), 16, 8, (64,), 64, (64,), 2, has_bars=False)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a figure of a workload, and how many times the others' it should be."""
+    """One line of the table: a figure of a workload, and the required ratio to the others."""
 
     name: str
     unit: str
-    path: tuple[str, ...]  # where the findings have it
+    path: tuple[str, ...]  # path of the figure within the findings
     best_bar: float | None = None
     shipped_bar: float | None = None
 
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    task: dict[str, Any]  # of a `Task`, all but the model
+    task: dict[str, Any]  # fields of a `Task` except the model
     rows: tuple[Row, ...]
 
     @property
@@ -130,7 +130,7 @@ def _decode(scale: Scale, num_clients: int) -> Workload:
     return Workload(task, rows if is_weighed else rows[:1])
 
 
-# Who is measured
+# The contenders
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Contender:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def run(self, task: dict[str, Any], num_threads: int) -> dict[str, Any]:
-        """What its process found. Of `start`, the time is this side's: from before there was a process."""
+        """Return the findings of its process. The time of `start` is measured here, from before the process exists."""
         whole = Task(**{"model": str(self.model), "num_threads": num_threads, "settings": self.settings, **task})
         others = Others()
         started_s = time.perf_counter()
@@ -155,29 +155,29 @@ class Contender:
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
-                    said = json.loads(line) if line.startswith("{") else {}
-                    if said.get("event") == cpu_child.FIRST_TOKEN:
+                    message = json.loads(line) if line.startswith("{") else {}
+                    if message.get("event") == cpu_child.FIRST_TOKEN:
                         findings["value"] = 1e3 * (time.perf_counter() - started_s)
-                    findings = {**said.get("findings", {}), **findings}
+                    findings = {**message.get("findings", {}), **findings}
                 child.wait()
             finally:
                 limit.cancel()
                 child.kill()
             problems.seek(0)
             if child.returncode or not findings:
-                raise RuntimeError(f"its process ended with {child.returncode}\n{problems.read()[-2000:]}")
+                raise RuntimeError(f"the process ended with {child.returncode}\n{problems.read()[-2000:]}")
         return {**findings, "others": others.share()}
 
 
 class Others:
-    """What of the machine others use while one of our processes runs. Threads that wait for each other suffer most."""
+    """CPU use of other processes during a measurement. It affects threads that wait for each other most."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
         self._busy_s, self._own_s = _busy_s(), _children_s()
 
     def share(self) -> float:
-        """Of all cores, once the process has ended; 0 where the system does not say."""
+        """Return the share of all cores, after the process has ended; 0 if the system does not report it."""
         others_s = _busy_s() - self._busy_s - (_children_s() - self._own_s)
         return max(0.0, others_s) / (time.perf_counter() - self._started_s) / (os.cpu_count() or 1)
 
@@ -203,7 +203,7 @@ def contenders(args: argparse.Namespace, model: Path) -> list[Contender]:
     if args.no_llama:
         return found
     if model.suffix != ".gguf":
-        sys.exit(f"{model}: llama.cpp reads GGUF files; --no-llama measures ours alone")
+        sys.exit(f"{model}: llama.cpp reads GGUF files; use --no-llama to measure quire alone")
     python = args.llama or cpu_peer.find() or cpu_peer.build(say)
     for name in args.formats:
         path = cpu_peer.model_in(name, model, python, args.threads)
@@ -211,14 +211,14 @@ def contenders(args: argparse.Namespace, model: Path) -> list[Contender]:
     return found
 
 
-# What was found
+# The results
 
 
 @dataclass(slots=True)
 class Report:
     facts: dict[str, Any]
     names: list[str]  # of the contenders, ours first
-    # workload -> contender -> findings of each round; None where it failed
+    # workload -> contender -> findings of each round; None if it failed
     found: dict[str, dict[str, list[dict[str, Any] | None]]] = field(default_factory=dict)
     rows: list[tuple[Workload, Row]] = field(default_factory=list)
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class Report:
         return statistics.median(values) if values else None
 
     def ratio(self, workload: str, row: Row, name: str) -> float | None:
-        """How many times better ours is, as the median over the rounds. Above 1: ours is better."""
+        """Return how many times better ours is, as the median over the rounds. Above 1: ours is better."""
         ratios = []
         found = self.found.get(workload, {})
         for ours, theirs in zip(found.get(OURS, []), found.get(name, []), strict=False):
@@ -239,7 +239,7 @@ class Report:
         return statistics.median(ratios) if ratios else None
 
     def figures(self) -> list[dict[str, Any]]:
-        """The table, as numbers."""
+        """Return the table as numbers."""
         result = []
         for workload, row in self.rows:
             times = {name: self.ratio(workload.name, row, name) for name in self.names[1:]}
@@ -264,7 +264,7 @@ class Report:
         return result
 
     def others(self, *workloads: str) -> float:
-        """What of the machine others took, in the median measurement of these workloads."""
+        """Return the share of the machine that other processes used, in the median measurement of these workloads."""
         found = [found for name in workloads for found in self.found.get(name, {}).values()]
         shares = [one["others"] for many in found for one in many if one is not None]
         return statistics.median(shares) if shares else 0.0
@@ -284,7 +284,7 @@ class Report:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def memory_table(self) -> str:
-        """Of the workload that has a row for it: medians, in MB."""
+        """Return medians in MB, for the workload that has a memory row."""
         parts = ("peak_bytes", "weight_bytes", "kv_bytes", "rest_bytes", "of_files_bytes")
         lines = [["", "peak", "weights", "KV cache", "the rest", "mapped files"], ["---"] * 6]
         for workload, row in self.rows:
@@ -344,7 +344,7 @@ class Bench:
         return self.report
 
     def _round(self, number: int, workload: Workload) -> None:
-        """Everyone once, another first in each round: whoever comes first meets the machine as others left it."""
+        """Run all contenders once, starting with a different one in each round: the first finds a different machine."""
         turn = number % len(self.contenders)
         for contender in [*self.contenders[turn:], *self.contenders[:turn]]:
             outcomes = self.report.found.setdefault(workload.name, {}).setdefault(contender.name, [])
@@ -358,7 +358,7 @@ class Bench:
         values = {name: found[-1] for name, found in self.report.found[workload.name].items()}
         shown = ", ".join(f"{name} {_number(row.read(one), row.unit)}" for name, one in values.items() if one)
         others = max((one["others"] for one in values.values() if one), default=0.0)
-        say(f"round {number + 1}: {workload.name}: {shown}{f'; others took {others:.0%}' * (others > QUIET)}")
+        say(f"round {number + 1}: {workload.name}: {shown}{f'; other processes used {others:.0%}' * (others > QUIET)}")
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
@@ -383,11 +383,11 @@ class Bench:
             verdicts.append(replace(verdict, name=contender.name))
             self.report.verdicts[contender.name] = {**asdict(verdicts[-1]), "misses": verdict.misses}
         judge.close()
-        say(f"\nAgainst fp32 of the file as it ships:\n{table(verdicts)}")
+        say(f"\nAgainst fp32 of the shipped file:\n{table(verdicts)}")
 
 
-def facts(args: argparse.Namespace, who: Sequence[Contender]) -> dict[str, Any]:
-    peer = next((cpu_peer.version(one.python) for one in who if one.name != OURS), None)
+def facts(args: argparse.Namespace, contenders: Sequence[Contender]) -> dict[str, Any]:
+    peer = next((cpu_peer.version(one.python) for one in contenders if one.name != OURS), None)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "quire": __version__,
@@ -406,7 +406,7 @@ def parse() -> argparse.Namespace:
         def read(text: str) -> tuple[str, ...]:
             found = tuple(text.split(","))
             if unknown := [name for name in found if name not in allowed]:
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
             return found
 
         return read
@@ -414,16 +414,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names(STAGES), default=STAGES, help=f"some of {','.join(STAGES)}")
     parser.add_argument("--backend", default="native")
-    parser.add_argument("--precision", help="of the native backend; its own choice, if not given")
-    parser.add_argument("--model", help="the default model, if not given")
+    parser.add_argument("--precision", help="of the native backend; default: the backend's own")
+    parser.add_argument("--model", help="default: quire's default model")
     parser.add_argument("--clients", type=lambda text: tuple(map(int, text.split(","))), help="for decode: 1,4,8,16,32")
-    parser.add_argument("--formats", type=names(FORMATS), help=f"of llama.cpp: some of {','.join(FORMATS)}")
+    parser.add_argument("--formats", type=names(FORMATS), help=f"for llama.cpp: some of {','.join(FORMATS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
-    parser.add_argument("--no-llama", action="store_true", help="ours alone")
-    parser.add_argument("--out", type=Path, help="write everything into this JSON file")
-    parser.add_argument("--quick", action="store_true", help="little of everything, once: does it run")
+    parser.add_argument("--llama", type=Path, help="a Python with llama-cpp-python installed")
+    parser.add_argument("--no-llama", action="store_true", help="measure quire alone")
+    parser.add_argument("--out", type=Path, help="write all results to this JSON file")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: small and once")
     args = parser.parse_args()
     args.scale = QUICK if args.quick else FULL
     if args.clients:
@@ -440,12 +440,12 @@ def main() -> None:
     if report.rows:
         say(f"\n{args.threads} threads, medians of {args.rounds} rounds\n\n{report.table()}")
     if (others := report.others(*report.found)) > QUIET:
-        say(f"\nOthers took {others:.0%} of the machine meanwhile: measure again when it is quiet.")
+        say(f"\nOther processes used {others:.0%} of the machine: measure again when it is idle.")
     if memory := report.memory_table():
-        say(f"\nMemory in MB, as in the row of the peak:\n\n{memory}")
-    say(f"\n{time.perf_counter() - started_s:.0f} s in all")
+        say(f"\nMemory in MB, for the row of the peak:\n\n{memory}")
+    say(f"\n{time.perf_counter() - started_s:.0f} s in total")
     if report.failures:
-        sys.exit("not right: " + "; ".join(report.failures))
+        sys.exit("failed: " + "; ".join(report.failures))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""llama.cpp, measured in a process of its own, through its C API: what its `llama-batched-bench` does, step by step.
+"""llama.cpp, measured in its own process through its C API, step by step as `llama-batched-bench` does.
 
     VENV/bin/python benchmarks/cpu_llama.py '{"kind": "decode", "model": "x.gguf", "num_threads": 2, "num_clients": 8}'
 
-Runs in the venv that `cpu_peer.py` makes, which has llama-cpp-python and nothing of quire. Tokens are random and
-nothing is sampled, as in llama-batched-bench: choosing tokens is on our side's clock and not on this one's.
+Runs in the venv that `cpu_peer.py` makes, which has llama-cpp-python but not quire. Tokens are random and nothing is
+sampled, as in llama-batched-bench: quire's time includes choosing tokens, llama.cpp's does not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 import cpu_child
 from cpu_child import Task
 
-BATCH = 2048  # tokens a call takes; it computes 512 of them at a time, as it prefers
+BATCH = 2048  # tokens per call; it computes 512 of them at a time, its default
 WARM_UP_TOKENS = 16
 ERROR = 4  # ggml_log_level
 FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}  # llama_ftype
 
 
 def load_library() -> Any:
-    """The low-level binding alone: the package's own door imports a tokenizer's and a server's needs as well."""
+    """Load only the low-level binding: the package itself also imports a tokenizer and a server."""
     found = importlib.util.find_spec("llama_cpp")
     if found is None or found.submodule_search_locations is None:
         sys.exit("llama_cpp is not installed here")
@@ -53,14 +53,14 @@ library.llama_log_set(_quiet, ctypes.c_void_p(0))
 
 
 class Machine:
-    """A model, a context of so many sequences, and one batch that is filled again and again."""
+    """A model, a context of several sequences, and one batch that is reused."""
 
     def __init__(self, task: Task, *, is_logits_of_all: bool = False) -> None:
         library.llama_backend_init()
         params = library.llama_model_default_params()
         self.model = library.llama_model_load_from_file(task.model.encode(), params)
         if not self.model:
-            raise RuntimeError(f"{task.model}: llama.cpp cannot load it")
+            raise RuntimeError(f"{task.model}: llama.cpp cannot load this file")
         context = library.llama_context_default_params()
         context.n_ctx = task.num_clients * task.context
         context.n_seq_max = task.num_clients
@@ -69,7 +69,7 @@ class Machine:
         context.no_perf = True
         self.context = library.llama_init_from_model(self.model, context)
         if not self.context:
-            raise RuntimeError("llama.cpp cannot make a context")
+            raise RuntimeError("llama.cpp cannot create a context")
         self.memory = library.llama_get_memory(self.context)
         self.vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self.model))
         self.batch = library.llama_batch_init(BATCH, 0, 1)
@@ -84,7 +84,7 @@ class Machine:
         library.llama_memory_clear(self.memory, False)
 
     def read(self, sequence: int, tokens: Sequence[int], first: int = 0) -> None:
-        """Tokens of one sequence from this position on, with logits of the last."""
+        """Read tokens of one sequence from this position on, with logits of the last."""
         self.read_all([(sequence, tokens)], first)
 
     def read_all(self, prompts: Sequence[tuple[int, Sequence[int]]], first: int = 0) -> None:
@@ -97,7 +97,7 @@ class Machine:
             self._run(rows[start : start + BATCH])
 
     def step(self, sequences: Sequence[int], position: int) -> None:
-        """One more token of each of them, whichever."""
+        """Decode one more token of each sequence; which token does not matter."""
         self._run([((7 * position + sequence) % self.vocab_size, position, sequence, True) for sequence in sequences])
 
     def _run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
@@ -127,10 +127,10 @@ class Machine:
         }
 
     def _check_logits(self) -> None:
-        """What was measured came to something."""
+        """Check that the computed logits are finite."""
         logits = library.llama_get_logits_ith(self.context, -1)
         if not all(math.isfinite(logits[token]) for token in range(self.vocab_size)):
-            raise RuntimeError("llama.cpp's logits are not numbers")
+            raise RuntimeError("llama.cpp's logits are not finite")
 
 
 def task_facts(context: Any) -> dict[str, int]:
@@ -173,7 +173,7 @@ def prefill(task: Task) -> dict[str, Any]:
 
 
 def prefix(task: Task) -> dict[str, Any]:
-    """The head stays in its sequence, as in a slot of llama-server; only the tail is computed again."""
+    """Keep the prefix in its sequence, as in a slot of llama-server; only the tail is computed again."""
     machine = Machine(task)
     machine.warm_up()
     head = cpu_child.prompt(0, task.prompt_tokens, machine.vocab_size)
@@ -193,12 +193,12 @@ def prefix(task: Task) -> dict[str, Any]:
 def start(task: Task) -> dict[str, Any]:
     machine = Machine(task)
     machine.read(0, cpu_child.prompt(0, task.prompt_tokens, machine.vocab_size))
-    cpu_child.tell(cpu_child.FIRST_TOKEN)
+    cpu_child.report(cpu_child.FIRST_TOKEN)
     return machine.findings(0.0)
 
 
 def quantize(task: Task) -> dict[str, Any]:
-    """The file in another format, as `llama-quantize --allow-requantize` makes it."""
+    """Convert the file to another format, as `llama-quantize --allow-requantize` does."""
     params = library.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[task.settings["format"]]
     params.nthread = task.num_threads
@@ -210,7 +210,7 @@ def quantize(task: Task) -> dict[str, Any]:
 
 
 def logits(task: Task) -> dict[str, Any]:
-    """Of every position of each sequence in `settings`, one after the other into a file of floats."""
+    """Write the logits of every position of each sequence in `settings` to a file of floats, in order."""
     machine = Machine(task, is_logits_of_all=True)
     num_rows = 0
     with Path(task.settings["out"]).open("wb") as out:

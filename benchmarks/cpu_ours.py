@@ -1,4 +1,4 @@
-"""quire, measured in a process of its own: token ids into an engine, greedy tokens out.
+"""quire, measured in its own process: token ids into an engine, greedy tokens out.
 
 python benchmarks/cpu_ours.py '{"kind": "decode", "model": "x.gguf", "num_threads": 2, "num_clients": 8}'
 """
@@ -19,7 +19,7 @@ from quire.engine.composition import EngineConfig, make_engine
 from quire.engine.engine import Engine, EngineOutput
 from quire.engine.worker.garbage_collection import calm_collector
 
-WARM_UP = -1  # its number
+WARM_UP = -1  # number of the warm-up request
 WARM_UP_TOKENS = 16
 
 
@@ -29,7 +29,7 @@ class Machine:
             threads=task.num_threads,
             max_num_seqs=task.num_clients,
             max_model_len=task.context,
-            num_blocks=task.num_clients * -(-task.context // BLOCK_SIZE) + 1,  # everyone at full length
+            num_blocks=task.num_clients * -(-task.context // BLOCK_SIZE) + 1,  # all clients at full length
             **task.settings,
         )
         self.engine: Engine = make_engine(Path(task.model), config)
@@ -54,7 +54,7 @@ class Machine:
         return outputs
 
     def first_token_s(self) -> tuple[float, int]:
-        """Until the one request in it has its answer of one token. And how many tokens the cache gave it."""
+        """Run until the only request has its one-token answer. Return the seconds and the number of cached tokens."""
         started_s = time.perf_counter()
         while True:
             for output in self.step():
@@ -72,7 +72,7 @@ class Machine:
 
 
 def decode(task: Task) -> dict[str, Any]:
-    """Tokens a second of all clients together, over the steps in which everyone answers and nobody reads."""
+    """Measure tokens per second of all clients together, over the steps in which all of them decode."""
     machine = Machine(task)
     machine.warm_up()
     waiting = set(range(task.num_clients))
@@ -85,7 +85,7 @@ def decode(task: Task) -> dict[str, Any]:
     for _ in range(task.output_tokens):
         num_tokens = sum(len(output.tokens) for output in machine.step())
         if num_tokens != task.num_clients:
-            raise RuntimeError(f"a step brought {num_tokens} tokens for {task.num_clients} clients")
+            raise RuntimeError(f"a step returned {num_tokens} tokens for {task.num_clients} clients")
     ended_s = time.perf_counter()
     return machine.findings(
         task.num_clients * task.output_tokens / (ended_s - begun_s),
@@ -94,7 +94,7 @@ def decode(task: Task) -> dict[str, Any]:
 
 
 def prefill(task: Task) -> dict[str, Any]:
-    """Prompt tokens a second, one prompt at a time."""
+    """Measure prompt tokens per second, one prompt at a time."""
     machine = Machine(task)
     machine.warm_up()
     took_s = []
@@ -106,7 +106,7 @@ def prefill(task: Task) -> dict[str, Any]:
 
 
 def prefix(task: Task) -> dict[str, Any]:
-    """Milliseconds to the first token of a request whose head another has computed."""
+    """Measure milliseconds to the first token of a request whose prefix is cached."""
     machine = Machine(task)
     machine.warm_up()
     head = cpu_child.prompt(0, task.prompt_tokens, machine.vocab_size)
@@ -123,11 +123,11 @@ def prefix(task: Task) -> dict[str, Any]:
 
 
 def start(task: Task) -> dict[str, Any]:
-    """The parent looks at the clock."""
+    """Generate one token. The parent measures the time."""
     machine = Machine(task)
     machine.add(0, task.prompt_tokens, 1)
     machine.first_token_s()
-    cpu_child.tell(cpu_child.FIRST_TOKEN)
+    cpu_child.report(cpu_child.FIRST_TOKEN)
     return machine.findings(0.0)
 
 

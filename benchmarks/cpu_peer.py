@@ -1,4 +1,4 @@
-"""Finds llama.cpp or builds it: llama-cpp-python in its own venv in quire's cache. And the model in its formats."""
+"""Finds or builds llama.cpp (llama-cpp-python in a venv in quire's cache), and converts the model to its formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpu_child import Task
 from quire.weights.hub import cache_dir
 
 PACKAGE = "llama-cpp-python"
-BUILD_OPTIONS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"  # for this very machine; without what reads images
+BUILD_OPTIONS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"  # for this machine; without image support
 AS_SHIPPED = "as shipped"
 FORMATS = (AS_SHIPPED, "Q4_0", "Q8_0")
 CHILD = Path(__file__).with_name("cpu_llama.py")
@@ -26,16 +26,16 @@ def folder() -> Path:
 
 
 def find() -> Path | None:
-    """The Python that can import it, if it was built before."""
+    """Return the Python that can import it, if it was built before."""
     python = folder() / "venv" / "bin" / "python"
     return python if python.exists() and version(python) else None
 
 
 def build(say: Callable[[str], None]) -> Path:
-    """Compiles for a quarter of an hour on two cores. What pip says goes to a file."""
+    """Build it, which takes 15 minutes on two cores. pip's output goes to a file."""
     venv, log = folder() / "venv", folder() / "build.log"
     folder().mkdir(parents=True, exist_ok=True)
-    say(f"building {PACKAGE} in {venv}: some 15 minutes on two cores; {log} says how far it is")
+    say(f"building {PACKAGE} in {venv}: about 15 minutes on two cores; progress is in {log}")
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
     command = [str(venv / "bin/python"), "-m", "pip", "install", "--verbose", "--no-binary", PACKAGE, PACKAGE]
     with log.open("w") as out:
@@ -43,7 +43,7 @@ def build(say: Callable[[str], None]) -> Path:
             command, stdout=out, stderr=out, env={**os.environ, "CMAKE_ARGS": BUILD_OPTIONS}, check=False
         )
     if outcome.returncode:
-        sys.exit(f"llama.cpp could not be built: {log} says why. --no-llama measures ours alone")
+        sys.exit(f"llama.cpp could not be built, see {log}. --no-llama measures quire alone")
     return venv / "bin/python"
 
 
@@ -54,7 +54,7 @@ def version(python: Path) -> str:
 
 
 def model_in(file_format: str, model: Path, python: Path, num_threads: int) -> Path:
-    """The model's file in this format, made once from the one that is there."""
+    """Return the model's file in this format, converted once from the given file."""
     if file_format == AS_SHIPPED:
         return model
     out = folder() / f"{model.stem}.{file_format}.gguf"

@@ -1,4 +1,4 @@
-"""How far each contender's distributions are from fp32 of the model as it ships: speed is bought with them."""
+"""Measures how far each contender's distributions are from fp32 of the shipped model: the price of its speed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.precision import (
     text_passages,
 )
 
-Write = Callable[[list[list[int]], Path], None]  # sequences, and the file for their logits, one row after the other
+Write = Callable[[list[list[int]], Path], None]  # sequences, and the file for their logits, row by row
 
 __all__ = ["Judge", "Verdict", "table"]
 
 
 class Judge:
-    """Part of what `tests.precision` asks, with the reference's answers to it."""
+    """A part of the inputs of `tests.precision`, with the reference's logits."""
 
     def __init__(self, model: Path, num_threads: int, windows: Sequence[int], num_chats: int) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class Judge:
         text.close()
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
-        """The reference's."""
+        """Return the reference's logits."""
         return self._known[tuple(tokens)]
 
     def ours(self, settings: dict[str, Any]) -> Verdict:

@@ -1,12 +1,13 @@
-"""What a step of the native backend costs, over how many sequences it has and how long their contexts are.
+"""Measures a step of the native backend by the number of sequences and the length of their contexts.
 
     python benchmarks/cpu_scaling.py                      # a table, two minutes
-    python benchmarks/cpu_scaling.py --plot scaling.svg   # and a picture of it
+    python benchmarks/cpu_scaling.py --plot scaling.svg   # and a plot
 
-A decode step multiplies every weight with every row, and reads every key and value of every sequence once. So its time
-should be base + per_row * rows + per_key * keys, with what the smallest and the largest steps of this run say about the
-three. The table has each step's time over that: what is far above 1 costs more than its arithmetic and bytes explain.
-Rows are worked on in fours from three on, one and two straight from the packed bytes: that is a bend, not a leak.
+A decode step multiplies every weight with every row and reads every key and value of every sequence once. Its time
+should therefore be base + per_row * rows + per_key * keys; the three constants are fitted to the steps of this run. The
+table has each step's time divided by that model: a step far above 1 costs more than its arithmetic and bytes explain.
+From three rows on, rows are computed in fours; one and two are computed from the packed bytes. That is a bend, not an
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from quire.weights.opening import open_checkpoint
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (32, 256, 512, 1024, 2048)
-BUDGET_S = 0.8  # for one step's measurements
+BUDGET_S = 0.8  # for the measurements of one step
 
 
 def open_model(path: Path, num_threads: int, precision: str) -> NativeModel:
@@ -51,7 +52,7 @@ def open_model(path: Path, num_threads: int, precision: str) -> NativeModel:
 
 
 def decodes(num_rows: int, context: int) -> Batch:
-    """One token for each of so many sequences that share nothing."""
+    """Return a batch of one token for each of `num_rows` sequences that share nothing."""
     width = -(-(context + 1) // BLOCK_SIZE)
     return Batch(
         tokens=np.arange(num_rows, dtype=np.int32) + 100,
@@ -74,13 +75,13 @@ def best_ms(model: NativeModel, batch: Batch) -> float:
 
 
 def explain(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """base + per_row * rows + per_key * keys, by least squares of relative errors, over steps of four rows and more."""
+    """Fit base + per_row * rows + per_key * keys by least squares of relative errors, over steps of 4 or more rows."""
     rows, contexts = np.meshgrid(ROWS, CONTEXTS, indexing="ij")
     terms = np.stack([np.ones(rows.size), rows.ravel(), (rows * contexts).ravel()], axis=1)
     is_tiled = rows.ravel() >= 4
     weights = 1 / times.ravel()
     fit, *_ = np.linalg.lstsq(terms[is_tiled] * weights[is_tiled, None], np.ones(int(is_tiled.sum())), rcond=None)
-    print(f"\n{fit[0]:.2f} ms + {fit[1]:.3f} ms a row + {1e3 * fit[2]:.3f} us a key of a sequence")
+    print(f"\n{fit[0]:.2f} ms + {fit[1]:.3f} ms per row + {1e3 * fit[2]:.3f} us per key of a sequence")
     explained: NDArray[np.float64] = (terms @ fit).reshape(times.shape)
     return explained
 
@@ -109,7 +110,7 @@ def plot(times: NDArray[np.float64], explained: NDArray[np.float64], path: Path)
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="the default model, if not given")
+    parser.add_argument("--model", help="default: quire's default model")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--precision", default="balanced", choices=("fast", "balanced", "exact"))
     parser.add_argument("--plot", type=Path, metavar="FILE", help=".svg or .png")

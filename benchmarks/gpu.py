@@ -1,12 +1,12 @@
-"""Ours beside vLLM's figures on one H200: workloads A, B and C on the shapes of Qwen3-0.6B and Llama-3-8B.
+"""Compares quire with vLLM's figures on one H200: workloads A, B and C on the shapes of Qwen3-0.6B and Llama-3-8B.
 
     python benchmarks/gpu.py --out results        # everything, in under ten minutes
     python benchmarks/gpu.py --only A,idle --models qwen3-0.6b
-    python benchmarks/gpu.py --quick              # tiny shapes, on any machine: does it run at all
+    python benchmarks/gpu.py --quick              # a smoke run with tiny shapes, on any machine
 
-Random weights in real shapes, bf16, token ids in and out, no ends: the engine is driven directly, so torch, triton and
-transformers are all it needs (and PYTHONPATH=. where quire is not installed). What is right is checked first. Figures
-are printed as they come; a stage that fails says why, and the others go on.
+Random weights in real shapes, bf16, token ids in and out, no end tokens. The engine is driven directly, so only torch,
+triton and transformers are needed (and PYTHONPATH=. if quire is not installed). Correctness is checked first. Figures
+are printed as they are measured; a stage that fails prints its error, and the others continue.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Figure:
     shape: str
     unit: str
     ours: float
-    values: list[float]  # that it is the median of
+    values: list[float]  # of which it is the median
     vllm: float | None
     bar: float | None
     limit: float | None
@@ -82,7 +82,7 @@ class Figure:
         return Anchor(self.unit, None, None).is_more_better
 
     def times(self, other: float | None) -> float | None:
-        """Above 1: ours is better."""
+        """Return the ratio to the other figure. Above 1: ours is better."""
         if other is None or self.ours <= 0:
             return None
         return self.ours / other if self.is_more_better else other / self.ours
@@ -116,7 +116,7 @@ def _ratio(value: float | None) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that was found, written anew after each stage: a run that is killed leaves what it had."""
+    """All results, written again after each stage: a run that is killed leaves what was measured until then."""
 
     out: Path | None
     facts: dict[str, Any]
@@ -165,7 +165,7 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """The stages, in their order. Each shape's engine is made once, and given back before the next."""
+    """The stages in order. The engine of each shape is made once, and freed before the next."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.scale: Scale = QUICK if args.quick else FULL
@@ -235,7 +235,7 @@ class Bench:
 
     def _shape(self, shape: str) -> None:
         stages = {
-            "correctness": self._company,
+            "correctness": self._batching,
             "A": self._a,
             "B": self._b,
             "C": self._c,
@@ -244,12 +244,12 @@ class Bench:
         }
         with self._machine(shape) as machine:
             for stage, action in stages.items():
-                # A cost a step shows most where steps are shortest: one shape is enough.
+                # A cost per step shows most where steps are shortest: one shape is enough.
                 if stage in self.stages and (stage != "cache" or shape == self.shapes[0]):
                     self._attempt(f"{stage}, {shape}", action, machine, shape)
 
-    def _company(self, machine: Machine, shape: str) -> None:
-        for check in gpu_correctness.check_company(machine, shape):
+    def _batching(self, machine: Machine, shape: str) -> None:
+        for check in gpu_correctness.check_batching(machine, shape):
             self.report.check(check)
 
     def _a(self, machine: Machine, shape: str) -> None:
@@ -262,7 +262,7 @@ class Bench:
 
     def _b(self, machine: Machine, shape: str) -> None:
         workload = workload_b(self.scale)
-        for _ in range(2):  # graphs for siblings are captured when siblings come
+        for _ in range(2):  # graphs for siblings are captured once siblings occur
             machine.run(workload)
         runs = [machine.run(workload) for _ in range(self.repeats)]
         note = f"{runs[0].num_cached} of {workload.num_in} tokens found in the cache"
@@ -281,7 +281,7 @@ class Bench:
         self._add(GAIN, shape, [rate / best for rate in rates], note=note)
 
     def _cache(self, machine: Machine, shape: str) -> None:
-        """With the cache and without it in turn: each pair gives what it cost."""
+        """Run with and without the cache in turn: each pair gives its cost."""
         workload = workload_a(self.scale, 0)
         uncached = machine.uncached_engine()
         costs = []
@@ -294,7 +294,7 @@ class Bench:
         self.report.windows[shape] = gpu_profile.profile_windows(machine, workload_a(self.scale, 0))
         say(gpu_profile.table({shape: self.report.windows[shape]}))
         for window in self.report.windows[shape]:
-            top = "\n".join(f"  {ms / window.num_steps:8.4f} ms a step  {name}" for name, ms in window.top_ms.items())
+            top = "\n".join(f"  {ms / window.num_steps:8.4f} ms per step  {name}" for name, ms in window.top_ms.items())
             say(f"{shape}, {window.what}:\n{top}")
 
     def _beside_transformers(self) -> None:
@@ -325,7 +325,7 @@ class Bench:
             least_s = limit_s(machine.spec, workload)
             limit = workload.num_out / least_s if anchor.is_more_better else least_s
         vllm, bar = anchor.vllm, anchor.bar
-        if self.scale.is_quick:  # other shapes, maybe no GPU: their figures say nothing here
+        if self.scale.is_quick:  # other shapes, maybe no GPU: the figures of others do not apply
             vllm = bar = limit = None
         ours = statistics.median(values)
         self.report.add(Figure(what, shape, anchor.unit, ours, values, vllm, bar, limit, note))
@@ -351,7 +351,7 @@ def parse() -> argparse.Namespace:
         def read(text: str) -> tuple[str, ...]:
             found = tuple(text.split(","))
             if unknown := [name for name in found if name not in allowed]:
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
             return found
 
         return read
@@ -362,11 +362,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--families", type=names(gpu_correctness.FAMILIES), default=gpu_correctness.FAMILIES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--step-tokens", type=int, help="most tokens of a step")
-    parser.add_argument("--chunk-tokens", type=int, help="most tokens of one prompt in a step")
-    parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; by free memory if not given")
-    parser.add_argument("--out", type=Path, help="write gpu.json and gpu.md into this folder")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, one repeat: does it run")
+    parser.add_argument("--step-tokens", type=int, help="most tokens per step")
+    parser.add_argument("--chunk-tokens", type=int, help="most tokens of one prompt per step")
+    parser.add_argument("--kv-gib", type=float, help="memory for the KV pool; default: by free memory")
+    parser.add_argument("--out", type=Path, help="write gpu.json and gpu.md to this folder")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: tiny shapes, one repeat")
     args = parser.parse_args()
     if args.quick:
         args.repeats = 1
@@ -384,11 +384,11 @@ def main() -> None:
     if "transformers" in report.notes:
         theirs, ratio = report.notes["transformers"].values()
         say(f"\ntransformers generate_batch: {_number(theirs, 'tok/s')}, ours {ratio:.1f} times that")
-    say(f"\n{time.perf_counter() - started_s:.0f} s in all")
+    say(f"\n{time.perf_counter() - started_s:.0f} s in total")
     report.write()
     broken = [str(check) for check in report.checks if not check.is_held] + report.failures
     if broken:
-        sys.exit("not right: " + "; ".join(broken))
+        sys.exit("not correct: " + "; ".join(broken))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Is it right, before it is fast: distributions against `transformers`, and answers that do not depend on company."""
+"""Checks correctness before speed: distributions against `transformers`, and answers that do not depend on batching."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.backends.torch.rig import Rig
 FAMILIES = ("llama", "mistral with a window", "qwen2", "qwen3", "gemma3", "phi3")
 QUICK_FAMILIES = ("qwen3",)
 FP32_BOUND = 1e-4  # of a log-probability, over a few layers and two libraries
-BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 against that of `transformers` in bf16
-BF16_MEAN_FACTOR = 1.05  # and of the mean: we round less often than they do; the rest is for the few positions
-GAP_STEPS = 8  # of bf16, at the size the best logits have: how far apart two tokens that change places may be
+BF16_FACTOR, BF16_SLACK = 2.0, 0.02  # our largest distance from fp32 relative to that of `transformers` in bf16
+BF16_MEAN_FACTOR = 1.05  # the same for the mean: we round less often; the margin is for the few positions
+GAP_STEPS = 8  # of bf16, at the size of the best logits: largest gap between two tokens that may swap
 NUM_TOP = 20
 LENGTHS = (1, 17, 40, 70, 130)
 HEAD = 70  # two full blocks and a tail
@@ -56,7 +56,7 @@ class Check:
 
 
 def check_family(name: str, dtype: str, device: str, folder: Path) -> list[Check]:
-    """Alone, in a batch of all lengths in chunks, with graphs, and with the head of the prompt found in the cache."""
+    """Compare alone, in a batch of all lengths in chunks, with graphs, and with the prompt's prefix from the cache."""
     reference = Reference(name, folder, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     rig = Rig(folder, device=device, dtype=dtype)
     is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -93,7 +93,7 @@ def check_family(name: str, dtype: str, device: str, folder: Path) -> list[Check
 
 
 class _Every:
-    """A matcher that needs no grammar: at position i of an answer every token t with t % num = i % num."""
+    """A matcher without a grammar: at position i of an answer it allows every token t with t % num = i % num."""
 
     def __init__(self, vocab_size: int, num: int) -> None:
         self._masks = [
@@ -111,7 +111,7 @@ class _Every:
 
 
 def check_masks(name: str, device: str, folder: Path) -> Check:
-    """Half of a batch with masks, which hang on the token before: greedy answers are those of the plain CPU backend."""
+    """Compare greedy answers with the CPU backend's. Half of the batch has masks that depend on the last token."""
     Reference(name, folder)
     answers: dict[str, list[list[int]]] = {}
     for place in ("cpu", device):
@@ -130,9 +130,9 @@ def check_masks(name: str, device: str, folder: Path) -> Check:
             rig.engine.close()
     masked = answers[device][::2]
     if any(token % 7 != position % 7 for tokens in masked for position, token in enumerate(tokens)):
-        raise RuntimeError(f"{name}: a token that its mask forbids: {masked}")
+        raise RuntimeError(f"{name}: a token was chosen that its mask forbids: {masked}")
     num_different = sum(one != other for one, other in zip(answers["cpu"], answers[device], strict=True))
-    return Check(f"{name} with masks, answers unlike those of the CPU", num_different, 0)
+    return Check(f"{name} with masks, answers that differ from the CPU", num_different, 0)
 
 
 def _tokens(seed: int, length: int) -> list[int]:
@@ -141,7 +141,7 @@ def _tokens(seed: int, length: int) -> list[int]:
 
 
 class _Distance:
-    """Of log-probabilities from those of fp32."""
+    """Distance of log-probabilities from those of fp32."""
 
     def __init__(self) -> None:
         self.largest = 0.0
@@ -160,7 +160,7 @@ class _Distance:
 
 
 class _Distances:
-    """Ours so far, and those of `transformers` in 16 bits."""
+    """Our distances so far, and those of `transformers` in 16 bits."""
 
     def __init__(self, reference: Reference, theirs: torch.nn.Module | None) -> None:
         self._reference = reference
@@ -179,11 +179,11 @@ class _Distances:
             self.theirs.take(logprobs(self._model, tokens)[rows], expected)
 
 
-# Greedy answers of a real shape: alone, in company, with a shared head
+# Greedy answers of a real shape: alone, in a batch, with a shared prefix
 
 
-def check_company(machine: Machine, shape: str) -> list[Check]:
-    """Equal token by token, or parted where two tokens were all but equally probable."""
+def check_batching(machine: Machine, shape: str) -> list[Check]:
+    """Answers must be equal token by token, or differ first where two tokens were almost equally probable."""
     rng = Random(7)
     scale = machine.scale
     longest = 400 if not scale.is_quick else 40
@@ -199,7 +199,7 @@ def check_company(machine: Machine, shape: str) -> list[Check]:
     return [
         _compare(machine, f"{shape}, greedy, batched against alone", prompts, alone, batched),
         _compare(
-            machine, f"{shape}, greedy, shared head against not", shared.prompts, without.answers, with_cache.answers
+            machine, f"{shape}, greedy, shared prefix against not", shared.prompts, without.answers, with_cache.answers
         ),
     ]
 
@@ -220,18 +220,18 @@ def _compare(machine: Machine, what: str, prompts: list[list[int]], ones: list[A
         if parted is not None:
             gaps.append(_gap(machine, [*prompt, *one.tokens[:parted]], one.tokens[parted], other.tokens[parted]))
     num_tokens = sum(len(one.tokens) for one in ones)
-    note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers part at a near tie"
-    return Check(f"{what}, gap where they part", max(gaps, default=0.0), _gap_bound(machine.spec), note)
+    note = f"{num_equal} of {num_tokens} tokens equal, {len(gaps)} of {len(prompts)} answers differ from a near tie on"
+    return Check(f"{what}, gap at the first difference", max(gaps, default=0.0), _gap_bound(machine.spec), note)
 
 
 def _gap_bound(spec: ModelSpec) -> float:
-    """Of random weights: a logit sums `hidden_size` products, the best of `vocab_size` is so many deviations up."""
+    """Bound for random weights: a logit sums `hidden_size` products, and the best of `vocab_size` is an extreme."""
     best = DUMMY_STD * math.sqrt(spec.hidden_size) * math.sqrt(2 * math.log(spec.vocab_size))
     return float(GAP_STEPS * 2.0 ** (math.floor(math.log2(best)) - 7))  # 8 bits of precision
 
 
 def _gap(machine: Machine, context: list[int], one: int, other: int) -> float:
-    """How much more probable the one is than the other. Beyond the best few: as if by infinitely much."""
+    """Return how much more probable one token is than the other; infinite if it is not among the best few."""
     asked = replace(SamplingParams(temperature=0), max_tokens=1, logprobs=NUM_TOP)
     (top,) = machine.run(Workload("gap", [context], [asked])).answers[0].tops
     return abs(top[one] - top[other]) if one in top and other in top else float("inf")

@@ -1,4 +1,4 @@
-"""An engine of one shape, and how it is driven: token ids in, steps until everyone is done."""
+"""Drives an engine of one shape: token ids in, steps until all requests are done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.engine.worker.garbage_collection import calm_collector
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line says of every engine. None: as the backend thinks best."""
+    """Settings of every engine from the command line. None: the backend's default."""
 
     device: str = "auto"
     step_tokens: int | None = None
@@ -46,14 +46,14 @@ class Settings:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
-    tops: list[dict[int, float]] = field(default_factory=list)  # logprobs of the best tokens, where they were asked for
+    tops: list[dict[int, float]] = field(default_factory=list)  # logprobs of the best tokens, if requested
 
 
 @dataclass(slots=True)
 class StepRecord:
     num_requests: int
     num_tokens: int
-    done_s: float = 0.0  # since the start of the run: when the call of it came back
+    done_s: float = 0.0  # when its call returned, since the start of the run
 
     @property
     def is_prefill(self) -> bool:
@@ -95,7 +95,7 @@ class Machine(AbstractContextManager["Machine"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Everything is given back, so that the next shape finds the card empty."""
+        """Free everything, so that the card is empty for the next shape."""
         self.engine.close()
         del self.engine
         gc.unfreeze()
@@ -104,7 +104,7 @@ class Machine(AbstractContextManager["Machine"]):
             torch.cuda.empty_cache()
 
     def prepare(self) -> list[float]:
-        """Capture all graphs, as a server does while nobody asks. Seconds each took."""
+        """Capture all graphs, as an idle server does. Return the seconds of each."""
         took_s: list[float] = []
         while True:
             started_s = time.perf_counter()
@@ -113,14 +113,14 @@ class Machine(AbstractContextManager["Machine"]):
             took_s.append(time.perf_counter() - started_s)
 
     def uncached_engine(self) -> Engine:
-        """Another scheduler over the same weights, without a prefix cache. Only one of the two may have work."""
+        """Return a scheduler over the same weights without prefix cache. Only one of the two may have requests."""
         runner = self.engine.runner
         return Engine(runner, make_scheduler(runner, replace(self.config, enable_prefix_caching=False)))
 
     def run(
         self, workload: Workload, engine: Engine | None = None, on_step: Callable[[int], None] | None = None
     ) -> Run:
-        """From the first request in to the last token out. `on_step` hears the number of each step before it."""
+        """Run from the first request to the last token. `on_step` is called with the number of each step before it."""
         engine = engine or self.engine
         engine.scheduler.cache.clear()
         steps: list[StepRecord] = []
@@ -138,7 +138,7 @@ class Machine(AbstractContextManager["Machine"]):
             steps[-1].done_s = time.perf_counter() - started_s
         run = Run(time.perf_counter() - started_s, list(answers.values()), steps)
         if run.num_out != workload.num_out:
-            raise RuntimeError(f"{workload.name}: {run.num_out} tokens came out, not {workload.num_out}")
+            raise RuntimeError(f"{workload.name}: {run.num_out} tokens were generated, not {workload.num_out}")
         return run
 
     def _add(self, engine: Engine, prompt: list[int], sampling: SamplingParams) -> int:

@@ -1,8 +1,8 @@
-"""What single kernels reach on this GPU: bytes or operations a second, beside the library's where it has the same.
+"""Measures single kernels on this GPU: bytes or operations per second, and the library's figures if it has the same.
 
     PYTHONPATH=. python benchmarks/gpu_kernels.py
 
-Everything is timed inside CUDA graphs over several layers' memory, so that the cache does not hold it; medians.
+Everything is timed inside CUDA graphs over the memory of several layers, so that the cache does not hold it; medians.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MATRICES = {
 
 
 def timed_us(run: Callable[[], None], repeats: int = 20) -> float:
-    """Median time of a replay of what `run` launches."""
+    """Return the median time of replaying the launches of `run`."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -56,7 +56,7 @@ def timed_us(run: Callable[[], None], repeats: int = 20) -> float:
 
 
 def contexts_of_a(step: int, seed: int = 0) -> list[int]:
-    """Contexts of workload A after so many tokens of every answer: those that go on."""
+    """Return the contexts of workload A after `step` tokens of every answer, for the requests still running."""
     rng = random.Random(seed)
     prompts = []
     for _ in range(256):
@@ -101,7 +101,7 @@ class Case:
         self.num_ops = sum(4 * num_heads * HEAD_SIZE * new * (cached + new / 2) for cached, new in prompts)
 
     def us(self, narrow: Tiling = NARROW, wide: Tiling = WIDE, programs: int = 4) -> float:
-        """Microseconds a layer."""
+        """Return microseconds per layer."""
         num_heads, device = self.q.shape[1], self.pool.device
         cores = torch.cuda.get_device_properties(device).multi_processor_count
         per_item = rows_per_item(wide, num_heads // KV_HEADS)
@@ -130,7 +130,7 @@ def attention() -> None:
     pool = torch.randn(
         LAYERS, NUM_BLOCKS, 2, KV_HEADS, BLOCK, HEAD_SIZE, device="cuda", dtype=torch.bfloat16
     )  # fmt: skip
-    print("\nattention, a layer\n")
+    print("\nattention, per layer\n")
     for shape, num_heads in SHAPES.items():
         for step in (50, 300, 600, 850, 1000):
             case = Case(contexts_of_a(step), (), num_heads, pool)
@@ -144,14 +144,14 @@ def attention() -> None:
         contexts = [2112 + number for number in range(64)]
         case = Case(contexts, (), num_heads, pool, shared=2048)
         shared_us, case.siblings = case.us(), []
-        print(f"{shape}: 64 on a head of 2,048: {shared_us:6.1f} us; each for itself {case.us():6.1f} us")
+        print(f"{shape}: 64 with a shared prefix of 2,048: {shared_us:6.1f} us; separately {case.us():6.1f} us")
         case = Case((), [(0, 512)] * 16, num_heads, pool)
         us = case.us()
         print(f"{shape}: 16 prompts of 512: {us:6.1f} us, {case.num_ops / us / 1e6:.0f} TFLOP/s")
 
 
 def products() -> None:
-    """Over many copies of each matrix, as a model's layers are."""
+    """Measure over many copies of each matrix, as in a model's layers."""
     print("\nproducts, us (ours / the library's)\n")
     for name, (outputs, inputs) in MATRICES.items():
         weights = torch.randn(max(512 * 2**20 // (outputs * inputs * 2), 8), outputs, inputs, device="cuda").bfloat16()
@@ -202,11 +202,11 @@ def sampling() -> None:
             for batch_index in range(rows)
         ]
         host = np.empty((rows, NUM_PARAMS), np.float32)
-        wishes = fill_params(host, slices)
+        special_rows = fill_params(host, slices)
         sent, out = torch.from_numpy(host).to(device), torch.empty((2, rows), dtype=torch.int32, device=device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]  # type: ignore[no-untyped-call]
         for mark in marks:
-            sampler.sample(logits, slices, wishes, sent, batch_indices, zeros, zeros.clone(), None, out)
+            sampler.sample(logits, slices, special_rows, sent, batch_indices, zeros, zeros.clone(), None, out)
             mark.record()
         torch.cuda.synchronize()
         times = sorted(first.elapsed_time(last) for first, last in itertools.pairwise(marks[1:]))

@@ -1,10 +1,10 @@
-"""What masks cost on a GPU, and that no token gets past one. Needs no grammar library: masks are made up.
+"""Measures the cost of masks on a GPU, and checks that no forbidden token is chosen. Needs no grammar library.
 
     python benchmarks/gpu_masks.py            # an H200: two minutes
     python benchmarks/gpu_masks.py --quick    # a CPU
 
-Steps of constrained rows against steps of plain ones, alternating in one run. A made-up matcher takes as long for a
-mask as llguidance does for JSON (some 40 us, without the interpreter's lock), and raises at a token its mask forbids.
+Steps of constrained rows alternate with steps of plain ones in one run. A synthetic matcher takes as long for a mask as
+llguidance does for JSON (about 40 us, without the interpreter lock), and raises if a token is forbidden by its mask.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gpu_workloads import FULL, QUICK, random_prompt
 from quire.core.request import SamplingParams
 
 NUM_MASKS = 64
-HASHED_BYTES = 60_000  # some 40 us
+HASHED_BYTES = 60_000  # about 40 us
 WARM_UP_STEPS = 8
 
 
 class MadeUp:
-    """Allows a few thousand tokens, others at every position."""
+    """Allows a few thousand tokens, different ones at every position."""
 
     def __init__(self, masks: list[bytes], start: int) -> None:
         self._masks = masks
@@ -95,7 +95,7 @@ def time_steps(machine: Machine, masks: list[bytes], num_rows: int, share: float
 
 
 def _random_mask(rng: Random, vocab_size: int) -> bytes:
-    """One token of thirty or so."""
+    """Allow about one token in thirty."""
     bits = bytearray(-(-vocab_size // 8))
     for token in rng.sample(range(vocab_size), max(vocab_size // 30, 3)):
         bits[token // 8] |= 1 << token % 8

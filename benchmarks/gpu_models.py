@@ -1,10 +1,10 @@
-"""Several models on one GPU: what loading costs, what unloading gives back, and that a crash stays alone.
+"""Measures several models on one GPU: time to load, memory freed by unloading, and isolation of crashes.
 
     PYTHONPATH=. python benchmarks/gpu_models.py           # qwen3-0.6b and llama-3-8b by shape, random weights
-    PYTHONPATH=. python benchmarks/gpu_models.py --quick   # tiny shapes on a CPU: does it run at all
+    PYTHONPATH=. python benchmarks/gpu_models.py --quick   # a smoke run with tiny shapes on a CPU
 
-A real `quire serve` with both, each in a worker process of its own. Memory is what nvidia-smi says of the whole card,
-or the resident memory of all processes where there is none.
+Starts a real `quire serve` with both, each in its own worker process. Memory is that of the whole card as nvidia-smi
+reports it, or without a GPU the resident memory of all processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, shape: str, scale: workloads.Scale) -> None:
-    """A tokenizer of bytes, and shapes that have room for its tokens."""
+    """Write a model with a byte tokenizer, and a vocabulary that holds its tokens."""
     write_tiny_model(folder)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     workloads.write_shape(shape, scale, folder)
@@ -59,7 +59,7 @@ def write_model(folder: Path, shape: str, scale: workloads.Scale) -> None:
 
 @contextmanager
 def serve(folder: Path, budget: str, *, is_quick: bool) -> Iterator[Server]:
-    """Neither is loaded yet: a third model is the server's first, and so small that it does not count."""
+    """Start a server with neither model loaded: its first model is a third one, so small that it does not count."""
     first = write_tiny_model(folder / "first")
     kv = "16M" if is_quick else "4G"
     device = "backend: torch\ndevice: cpu\n" if is_quick else "backend: torch\n"
@@ -84,12 +84,12 @@ def used_bytes(server: Server) -> int:
         return sum(int(size) << 10 for size in re.findall(r"^VmRSS:\s+(\d+) kB$", text, re.MULTILINE))
 
 
-def told(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
 def ask(server: Server, model: str, prompt: object = "Hello") -> float:
-    """How long an answer takes."""
+    """Return how long an answer takes."""
     start_s = time.perf_counter()
     answer = server.post(
         "/v1/completions",
@@ -103,13 +103,13 @@ def ask(server: Server, model: str, prompt: object = "Hello") -> float:
 
 def states(server: Server) -> str:
     entries = server.get("/v1/models").json["data"]
-    return ", ".join(f"{one['id']} {one['state']} ({told(one['num_bytes'])})" for one in entries)
+    return ", ".join(f"{one['id']} {one['state']} ({size(one['num_bytes'])})" for one in entries)
 
 
 def measure_cycles(server: Server) -> None:
     ask(server, "first")
     base = used_bytes(server)
-    print(f"\nwith `first` alone: {told(base)}\n\n| cycle | model | load and answer | held | answer | after unload |")
+    print(f"\nwith `first` alone: {size(base)}\n\n| cycle | model | load and answer | held | answer | after unload |")
     print("|---|---|---|---|---|---|")
     for cycle in range(NUM_CYCLES):
         for model in (SMALL, LARGE):
@@ -117,7 +117,7 @@ def measure_cycles(server: Server) -> None:
             held, answer_s = used_bytes(server) - base, ask(server, model)
             server.post("/v1/models/unload", {"model": model}, timeout_s=120)
             left = used_bytes(server) - base
-            row = f"{loaded_s:.1f} s | {told(held)} | {answer_s * 1000:.0f} ms | {left / 1e6:+.0f} MB"
+            row = f"{loaded_s:.1f} s | {size(held)} | {answer_s * 1000:.0f} ms | {left / 1e6:+.0f} MB"
             print(f"| {cycle + 1} | {model} | {row} |", flush=True)
 
 
@@ -126,13 +126,13 @@ def workers(server: Server) -> set[int]:
 
 
 def kill_one(server: Server) -> None:
-    """kill -9 of the small one's worker while the large one streams: that stream is what it would have been."""
+    """kill -9 the small model's worker while the large one streams, and check that the stream is unaffected."""
     ask(server, LARGE)
     before = workers(server)
     ask(server, SMALL)
     (victim,) = workers(server) - before
     body = {"model": LARGE, "prompt": "Count.", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
-    ask(server, LARGE, prompt=body["prompt"])  # from the second time on it is in the cache
+    ask(server, LARGE, prompt=body["prompt"])  # cached from the second time on
     alone = texts(server.post("/v1/completions", body, timeout_s=120).body)
     stream = server.send_request(body, "/v1/completions")
     data = stream.recv(4096)
@@ -142,7 +142,7 @@ def kill_one(server: Server) -> None:
         if not piece:
             raise SystemExit(f"the stream broke: {data[-300:]!r}")
     back_s = ask(server, SMALL)
-    verdict = "word for word" if texts(data) == alone else "DIFFERENT"
+    verdict = "identical" if texts(data) == alone else "DIFFERENT"
     print(f"\nkill -9 of {SMALL} while {LARGE} streams: its stream is {verdict}; {SMALL} answers after {back_s:.1f} s")
 
 
@@ -152,11 +152,11 @@ def texts(data: bytes) -> str:
 
 
 def alternate(server: Server) -> None:
-    """The budget holds one of them: each request for the other makes room."""
+    """Alternate between models with a budget for one: each request unloads the other model."""
     print("\n| model | answer | then in memory |\n|---|---|---|")
     for model in (SMALL, LARGE, SMALL, LARGE):
         took_s = ask(server, model)
-        print(f"| {model} | {took_s:.1f} s | {states(server)}; {told(used_bytes(server))} |", flush=True)
+        print(f"| {model} | {took_s:.1f} s | {states(server)}; {size(used_bytes(server))} |", flush=True)
 
 
 if __name__ == "__main__":

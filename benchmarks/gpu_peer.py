@@ -11,7 +11,7 @@ from gpu_workloads import QWEN, SHAPES, TINY, Scale, Workload
 
 
 def run_peer(scale: Scale, workload: Workload, warm_up: Workload) -> float:
-    """Output tokens a second, on Qwen3-0.6B's shape. The first call, which compiles and captures, is not counted."""
+    """Return output tokens per second on Qwen3-0.6B's shape. The first call, which compiles, is not counted."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,5 +43,5 @@ def _generate(model: Any, scale: Scale, workload: Workload) -> int:
     results = model.generate_batch(workload.prompts, generation_config=settings, continuous_batching_config=small)
     num_tokens = sum(len(one.generated_tokens) for one in results.values())
     if num_tokens != workload.num_out:
-        raise RuntimeError(f"transformers gave {num_tokens} tokens, not {workload.num_out}")
+        raise RuntimeError(f"transformers generated {num_tokens} tokens, not {workload.num_out}")
     return num_tokens

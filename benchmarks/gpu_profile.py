@@ -1,4 +1,4 @@
-"""Where the time of workload A goes: by kind of kernel, and how long the device waits for the host."""
+"""Profiles workload A: time by kind of kernel, and how long the device waits for the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpu_workloads import Workload
 from torch.profiler import ProfilerActivity, profile
 
 MAX_PREFILL_STEPS = 40
-HOST_GAP_US = 10.0  # a longer pause is no launch latency: the host was late
+HOST_GAP_US = 10.0  # a longer pause is not launch latency: the host was late
 MAX_LISTED = 12
-# The first that fits the name of a kernel (on a CPU: of an operation) says what it is for.
+# The first pattern that matches the name of a kernel (on a CPU: an operation) determines its kind.
 KINDS = (
     ("attention", r"^_attend|^_merge|flash|fmha|attention"),
     (
@@ -48,11 +48,11 @@ class Window:
     what: str
     num_steps: int
     wall_ms: float  # without the profiler, which slows the host down
-    span_ms: float  # with it, from the first kernel to the last
+    span_ms: float  # with the profiler, from the first kernel to the last
     busy_ms: float  # while any kernel ran
-    host_gap_ms: float  # of the pauses in the span, those the host made
+    host_gap_ms: float  # pauses within the span caused by the host
     by_kind_ms: dict[str, float]
-    top_ms: dict[str, float]  # by name of the kernel
+    top_ms: dict[str, float]  # by kernel name
     num_kernels: int
 
     @property
@@ -64,7 +64,7 @@ class Window:
 
 
 def profile_windows(machine: Machine, workload: Workload) -> list[Window]:
-    """The steps that compute prompts, and some from the middle of the run. Run twice: without the profiler and with."""
+    """Profile the steps that compute prompts, and some from the middle. Runs twice: without and with the profiler."""
     plain = machine.run(workload)
     num_steps = len(plain.steps)
     num_prefill = 1 + max(number for number, step in enumerate(plain.steps) if step.is_prefill)
@@ -87,7 +87,7 @@ def profile_windows(machine: Machine, workload: Workload) -> list[Window]:
 
 
 def wall_ms(run: Run, steps: range, *, has_overlap: bool) -> float:
-    """From the result of the step before to that of the last. With one in flight, the next call brings it."""
+    """Return the time between the results of the step before and the last. With one in flight, the next call has it."""
 
     def done_s(number: int) -> float:
         return 0.0 if number < 0 else run.steps[number + has_overlap].done_s
@@ -96,7 +96,7 @@ def wall_ms(run: Run, steps: range, *, has_overlap: bool) -> float:
 
 
 class _Recorder:
-    """A profiler that sees exactly some steps: nothing is in flight when it begins, nor when it ends."""
+    """A profiler that covers exactly some steps: nothing is in flight when it starts or stops."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
@@ -114,7 +114,7 @@ class _Recorder:
             self._profiler.start()
         elif self._profiler is not None:
             self._profiler.stop()
-            with TemporaryDirectory() as folder:  # at once: the next profiler would take its place
+            with TemporaryDirectory() as folder:  # exported at once: the next profiler would replace it
                 path = Path(folder) / "trace.json"
                 self._profiler.export_chrome_trace(str(path))
                 self._trace = json.loads(path.read_text())
@@ -124,7 +124,7 @@ class _Recorder:
 
 
 def read_events(trace: dict[str, Any]) -> list[Event]:
-    """What ran on the device; on a CPU, the operations."""
+    """Return what ran on the device; on a CPU, the operations."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if torch.cuda.is_available() else ("cpu_op",)
     found = (one for one in trace["traceEvents"] if one.get("ph") == "X" and one.get("cat") in kinds)
     return sorted(
@@ -133,7 +133,7 @@ def read_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def summarise(what: str, num_steps: int, wall_ms: float, events: Iterable[Event]) -> Window:
-    """Time that two share is counted once, for the one that began first: so the kinds add up to the busy time."""
+    """Summarise events. Overlapping time counts once, for the earlier event, so the kinds add up to the busy time."""
     by_kind = dict.fromkeys((*(kind for kind, _ in KINDS), OTHER), 0.0)
     by_name: defaultdict[str, float] = defaultdict(float)
     first = covered = None
@@ -150,7 +150,7 @@ def summarise(what: str, num_steps: int, wall_ms: float, events: Iterable[Event]
         by_name[event.name] += own
         covered = max(covered, event.end)
     if first is None or covered is None or covered == first:
-        raise RuntimeError(f"the profiler saw nothing run in {num_steps} steps ({num_kernels} events)")
+        raise RuntimeError(f"the profiler recorded nothing in {num_steps} steps ({num_kernels} events)")
     top = sorted(by_name, key=by_name.__getitem__, reverse=True)[:MAX_LISTED]
     return Window(
         what=what,
@@ -170,16 +170,16 @@ def kind_of(name: str) -> str:
 
 
 def table(windows: dict[str, list[Window]]) -> str:
-    """By shape and window: milliseconds a step, and shares."""
+    """Return milliseconds per step and shares, by shape and window."""
     heads = ["", *(f"{shape}, {one.what}" for shape, found in windows.items() for one in found)]
     columns = [one for found in windows.values() for one in found]
     rows = [
         ["steps", *(str(one.num_steps) for one in columns)],
-        ["ms a step", *(f"{one.wall_ms / one.num_steps:.3f}" for one in columns)],
-        ["device busy, ms a step", *(f"{one.busy_ms / one.num_steps:.3f}" for one in columns)],
+        ["ms per step", *(f"{one.wall_ms / one.num_steps:.3f}" for one in columns)],
+        ["device busy, ms per step", *(f"{one.busy_ms / one.num_steps:.3f}" for one in columns)],
         ["device idle", *(f"{one.idle_share:.1%}" for one in columns)],
-        ["of it while the host was late (profiled)", *(f"{one.host_gap_ms / one.span_ms:.1%}" for one in columns)],
-        ["kernels a step", *(f"{one.num_kernels / one.num_steps:.0f}" for one in columns)],
+        ["thereof while the host was late (profiled)", *(f"{one.host_gap_ms / one.span_ms:.1%}" for one in columns)],
+        ["kernels per step", *(f"{one.num_kernels / one.num_steps:.0f}" for one in columns)],
     ]
     for kind in columns[0].by_kind_ms:
         rows += [[kind, *(f"{one.by_kind_ms[kind] / one.busy_ms:.1%}" for one in columns)]]

@@ -1,8 +1,8 @@
-"""How long a fresh process takes to its first token, with nothing compiled before.
+"""Measures the time of a new process to its first token, with nothing compiled before.
 
-    python benchmarks/gpu_ready.py FOLDER DEVICE MAX_SEQS MAX_CONTEXT     # what `measure` starts
+    python benchmarks/gpu_ready.py FOLDER DEVICE MAX_SEQS MAX_CONTEXT     # started by `measure`
 
-The child says when it has come how far; the parent, which started it, looks at the clock.
+The child reports each stage it has reached; the parent, which started it, measures the time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 LIMIT_S = 180.0
 PROMPT_TOKENS = 128
-WARM_UP_TOKENS = 8  # as the worker of a server does before it says that it is ready
+WARM_UP_TOKENS = 8  # as a server's worker does before it reports that it is ready
 
 
 def measure(folder: Path, device: str, max_num_seqs: int, max_model_len: int) -> dict[str, float]:
-    """Seconds since the start of the process: imported, loaded, ready, first token; and how graphs were captured."""
+    """Return seconds since the process start: imported, loaded, ready, first token; and of capturing graphs."""
     root = Path(__file__).resolve().parents[1]
     with TemporaryDirectory() as cache:
         env = {
@@ -43,8 +43,8 @@ def measure(folder: Path, device: str, max_num_seqs: int, max_model_len: int) ->
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith("{"):
-                    said: dict[str, Any] = json.loads(line)
-                    found |= said.get("values", {}) or {said["what"]: time.perf_counter() - started_s}
+                    message: dict[str, Any] = json.loads(line)
+                    found |= message.get("values", {}) or {message["what"]: time.perf_counter() - started_s}
             child.wait()
         finally:
             limit.cancel()
@@ -59,7 +59,7 @@ def say(what: str, **values: float) -> None:
 
 
 def main(folder: str, device: str, max_num_seqs: str, max_model_len: str) -> None:
-    logging.basicConfig(level=logging.INFO)  # says where the time goes
+    logging.basicConfig(level=logging.INFO)  # prints where the time is spent
     from quire.core.request import SamplingParams
     from quire.engine.composition import EngineConfig, import_backend, make_engine, make_scheduler
     from quire.engine.engine import Engine

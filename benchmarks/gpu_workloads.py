@@ -1,6 +1,6 @@
-"""What `gpu.py` measures: the shapes, workloads A, B and C, what vLLM reaches on them, the bars and the limit.
+"""Definitions of `gpu.py`: the shapes, workloads A, B and C, vLLM's figures, our targets and the physical limit.
 
-The figures of others are for one H200 in bf16 with random weights; a `Scale` that is not theirs has none.
+vLLM's figures are for one H200 in bf16 with random weights. They apply only to the full `Scale`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ TINY = {
     "max_position_embeddings": 512,
 }
 
-# Of the card: bytes a second as a copy reaches them (read and written), and products a second in bf16.
+# Of the card: bytes per second that a copy reaches (read and written), and products per second in bf16.
 COPY_RATE = 4.28e12
 PRODUCT_RATE = 790e12
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large everything is: as the figures of others were measured, or small enough for a test on a CPU."""
+    """The size of everything: as vLLM's figures were measured, or small enough for a test on a CPU."""
 
     is_quick: bool = False
     max_num_seqs: int = 256
@@ -117,7 +117,7 @@ class Workload(NamedTuple):
     name: str
     prompts: list[list[int]]
     samplings: list[SamplingParams]
-    num_shared: int = 0  # leading tokens that all prompts have in common
+    num_shared: int = 0  # leading tokens that all prompts share
 
     @property
     def num_in(self) -> int:
@@ -128,11 +128,11 @@ class Workload(NamedTuple):
         return sum(one.max_tokens or 0 for one in self.samplings)
 
 
-A_TOTALS = {0: (142_827, 133_966), 1: (149_935, 156_222)}  # tokens in and out, of the real one
+A_TOTALS = {0: (142_827, 133_966), 1: (149_935, 156_222)}  # tokens in and out, at full scale
 
 
 def workload_a(scale: Scale, seed: int) -> Workload:
-    """nano-vllm's: lengths of prompts and answers uniform, drawn in this order."""
+    """nano-vllm's workload: uniform lengths of prompts and answers, drawn in this order."""
     rng = Random(seed)
     low, high = scale.a_lengths
     count = range(scale.a_requests)
@@ -160,7 +160,7 @@ def workload_c(scale: Scale, clients: int = 1, seed: int = 0) -> Workload:
 
 
 def workload_peer(scale: Scale, seed: int = 0) -> Workload:
-    """What runs beside `transformers`."""
+    """Return the workload for the comparison with `transformers`."""
     rng = Random(seed)
     prompts = [random_prompt(rng, scale, scale.peer_in) for _ in range(scale.peer_requests)]
     samplings = [SamplingParams(temperature=0, max_tokens=scale.peer_out)] * scale.peer_requests
@@ -172,7 +172,7 @@ def random_prompt(rng: Random, scale: Scale, length: int) -> list[int]:
 
 
 def write_shape(name: str, scale: Scale, folder: Path) -> ModelSpec:
-    """A folder that holds only config.json: weights are made up (load_format = "dummy")."""
+    """Write a folder that holds only config.json: weights are generated (load_format = "dummy")."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[name], **(TINY if scale.is_quick else {})}
     (folder / "config.json").write_text(json.dumps(config))
@@ -182,15 +182,15 @@ def write_shape(name: str, scale: Scale, folder: Path) -> ModelSpec:
 
 
 def limit_s(spec: ModelSpec, workload: Workload) -> float:
-    """No implementation in 16 bits on that card can be faster than its memory and its products.
+    """Return the time that no 16-bit implementation on that card can beat, by its memory and its products.
 
-    A step reads all matrices once, and the KV of every context once (a shared head once for all); prompts are
-    products. What a step multiplies, and what prompts read, is counted as free.
+    A step reads all matrices once, and the KV of every context once (a shared prefix once for all); prompts cost
+    products. Products of decodes and reads of prompts are counted as free.
     """
     shapes = expected_tensors(spec)
     embedding = math.prod(shapes["model.embed_tokens.weight"])
     num_used = sum(math.prod(shape) for shape in shapes.values()) - (0 if spec.is_tied else embedding)
-    num_layers = num_used - embedding  # the embedding and the head are of one shape
+    num_layers = num_used - embedding  # the embedding and the head have the same shape
     kv_bytes = 2 * spec.num_layers * 2 * spec.num_kv_heads * spec.head_size
     lengths = [one.max_tokens or 0 for one in workload.samplings]
     num_steps = max(lengths)
@@ -205,12 +205,12 @@ def limit_s(spec: ModelSpec, workload: Workload) -> float:
 
 
 class Anchor(NamedTuple):
-    """What vLLM 0.26 reaches on the same kind of card, what we ask of ourselves, and what cannot be passed."""
+    """vLLM 0.26's figure on the same kind of card, our target, and the physical limit."""
 
     unit: str
     vllm: float | None
     bar: float | None
-    limit: float | None = None  # None: `limit_s`, where there is one
+    limit: float | None = None  # None: `limit_s`, if it applies
 
     @property
     def is_more_better(self) -> bool:

@@ -1,12 +1,12 @@
-"""What HTTP costs: the same requests through `quire serve` and through the bare engine, in one run.
+"""Measures the cost of HTTP: the same requests through `quire serve` and through the bare engine, in one run.
 
     python benchmarks/serve.py                 1, 8 and 32 clients on the default model, three rounds each
     python benchmarks/serve.py --quick         a smoke run
     python benchmarks/serve.py --model PATH    another model
 
 Each client streams one answer after another. The bare engine is `LLM` in this process: no worker, no HTTP, the same
-batching. Rounds alternate, so a noisy neighbour hits both. Prints bare time / HTTP time, as measured and with the load
-client's own CPU time taken out of the HTTP side: it shares these cores, a real client would not. The claim
+batching. Rounds alternate, so that noise affects both. Prints bare time / HTTP time, as measured, and without the load
+client's own CPU time: the client shares these cores here, which a real client would not. The claim
 (docs/performance.md): at 8 clients HTTP costs at most 10 %.
 """
 
@@ -43,7 +43,7 @@ def prompts(count: int, seed: int, vocab_size: int) -> list[list[int]]:
     return [random.choices(range(vocab_size // 4, vocab_size // 2), k=PROMPT_TOKENS) for _ in range(count)]
 
 
-# The load client: a process of its own, so that its CPU time can be told apart
+# The load client: a separate process, so that its CPU time can be measured separately
 
 
 async def one_client(host: str, port: int, model: str, todo: Sequence[list[int]], max_tokens: int) -> None:
@@ -115,7 +115,7 @@ def server(model: str | None, threads: int) -> Iterator[tuple[str, str]]:
 
 
 def bare(llm: Any, clients: int, requests: int, tokens: int, seed: int) -> Round:
-    """At most `clients` at a time, as many in all as over HTTP."""
+    """Run at most `clients` requests at a time, as many in total as over HTTP."""
     from quire.engine.outputs import Answers
     from quire.engine.params import GenerationParams
 
@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--model")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine; the other cores are for everyone else")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine; the other cores run everything else")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What a grammar costs: steps of constrained requests against steps of plain ones, alternating in one run.
+"""Measures the cost of grammars: steps of constrained requests against steps of plain ones, alternating in one run.
 
-    python benchmarks/structured.py                                 # 16 of each, the default model
-    python benchmarks/structured.py --hostile                       # what is refused, and what others feel of it
-    python benchmarks/structured.py --unique 10000                  # memory, over so many schemas that differ
+    python benchmarks/structured.py                                 # 16 of each, the default model python
+    benchmarks/structured.py --hostile                       # grammars that are refused, and their cost to others
+    python benchmarks/structured.py --unique 10000                  # memory, over that many different schemas
 
-All requests are decodes when the clock runs, of the same lengths in both. The answers are long arrays of records, so
-none ends early. The bar: a step with 16 constrained rows takes under 5 % longer. What a mask takes depends on the
-field: a string, a number or a choice 15 to 30 us, a string with a maxLength some 100. So there are records of common
-fields, and records with costly ones.
+All requests decode while the clock runs, with the same lengths in both. The answers are long arrays of records, so none
+ends early. The target: a step with 16 constrained rows takes less than 5 % longer. The cost of a mask depends on the
+field: 15 to 30 us for a string, a number or a choice, about 100 us for a string with maxLength. There are therefore
+records of common fields, and records with costly ones.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def compare(engine: Engine, compiled: Compiled, num_rows: int, num_steps: int, n
     before, after = statistics.median(plain), statistics.median(constrained)
     facts = engine.runner.facts()
     print(f"{facts.backend}, {facts.device}, {facts.num_threads} threads: {num_rows} rows, {len(plain)} steps of each")
-    change = f"{after / before - 1:+.1%} a step (bar: 5 %)"
+    change = f"{after / before - 1:+.1%} per step (target: 5 %)"
     print(f"plain {before * 1000:.2f} ms, constrained {after * 1000:.2f} ms: {change}")
 
 
@@ -146,13 +146,13 @@ def timed(engine: Engine, num_steps: int) -> Iterator[float]:
 
 
 def measure_hostile(engine: Engine, grammars: Grammars, num_rows: int) -> None:
-    """Each is compiled, in threads as in a worker, and generated from for a while, among plain rows."""
+    """Compile each grammar, in threads as in a worker, and generate from it for a while among plain rows."""
     grammars.compile(regex_grammar("a"))
     plain = time_steps(engine, None, num_rows, 48)
-    print(f"alone: {tell(plain)}")
+    print(f"alone: {summary(plain)}")
     for grammar in HOSTILE:
         outcome, times = run_beside(engine, grammars, grammar, num_rows)
-        print(f"{grammar.source[:44]!r:50} {outcome:90.90} others: {tell(times)}")
+        print(f"{grammar.source[:44]!r:50} {outcome:90.90} others: {summary(times)}")
 
 
 def run_beside(engine: Engine, grammars: Grammars, grammar: Grammar, num_rows: int) -> tuple[str, list[float]]:
@@ -179,7 +179,7 @@ def run_beside(engine: Engine, grammars: Grammars, grammar: Grammar, num_rows: i
     return outcome, times
 
 
-def tell(times: Sequence[float]) -> str:
+def summary(times: Sequence[float]) -> str:
     if not times:
         return "no step"
     ordered = sorted(times)
@@ -191,8 +191,8 @@ def tell(times: Sequence[float]) -> str:
 
 
 def measure_memory(grammars: Grammars, num_schemas: int) -> None:
-    """All compiled, one token of each: what stays must be bounded by the cache, not by how many came."""
-    for number in range(300):  # the cache is full before we begin to count
+    """Compile all schemas and generate one token of each: memory must be bounded by the cache, not by their number."""
+    for number in range(300):  # fill the cache before counting
         grammars.compile(unique(-number - 1)).matcher().mask()
     before, start_s = resident_bytes(), time.perf_counter()
     for number in range(num_schemas):
@@ -200,7 +200,7 @@ def measure_memory(grammars: Grammars, num_schemas: int) -> None:
         if number % 1000 == 999:
             print(f"{number + 1} schemas: RSS {(resident_bytes() - before) / 2**20:+.1f} MB", flush=True)
     took_s = time.perf_counter() - start_s
-    grown = f"RSS {(resident_bytes() - before) / 2**20:+.1f} MB (bar: 64)"
+    grown = f"RSS {(resident_bytes() - before) / 2**20:+.1f} MB (target: 64)"
     print(f"{num_schemas} schemas, {took_s / num_schemas * 1000:.1f} ms each: {grown}")
 
 

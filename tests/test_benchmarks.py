@@ -43,8 +43,8 @@ def test_the_core_benchmark_runs() -> None:
 
 def test_the_benchmark_of_grammars_runs(tiny_model: Path) -> None:
     for options, words in (
-        (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "a step (bar: 5 %)")),
-        (["--unique", "3"], ("3 schemas", "MB (bar: 64)")),
+        (["--rows", "2", "--steps", "3", "--rounds", "1"], ("2 rows, 3 steps of each", "per step (target: 5 %)")),
+        (["--unique", "3"], ("3 schemas", "MB (target: 64)")),
     ):
         command = [sys.executable, str(FOLDER / "structured.py"), "--model", str(tiny_model), *options]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)

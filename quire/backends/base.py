@@ -1,4 +1,4 @@
-"""What every backend is to the engine. Backends differ below this line and nowhere above it."""
+"""The interface between the engine and its backends. Code above this module does not depend on the backend."""
 
 from __future__ import annotations
 
@@ -13,59 +13,57 @@ DEFAULT_MAX_SEQS = 64  # on a CPU
 PRECISIONS = ("fast", "balanced", "exact")
 
 TokenMasks = Mapping[int, bytes]  # batch index -> one bit per token of the vocabulary, lowest bit first; 1 = allowed
-Progress = Callable[[int, int], None]  # bytes of the weights loaded, bytes in all
+Progress = Callable[[int, int], None]  # called with the bytes of weights loaded, and the total
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What a user may ask of any backend. None and "auto": the backend decides by the machine it finds."""
+    """Settings that every backend accepts. None and "auto" mean that the backend chooses by the machine."""
 
     device: str = "auto"
     dtype: str = "auto"
-    precision: str = "balanced"  # of backends that compute in few bits: fast, balanced or exact
+    precision: str = "balanced"  # for backends with low-precision arithmetic: fast, balanced or exact
     threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
-    kv_memory: int | None = None  # bytes for the KV pool, where num_blocks is not given
+    kv_memory: int | None = None  # bytes of the KV pool, used if num_blocks is None
     max_num_seqs: int | None = None
-    max_model_len: int | None = None  # None: what the model was made for
-    max_num_batched_tokens: int | None = (
-        None  # most tokens a step will bring, for backends that set memory aside for it
-    )
+    max_model_len: int | None = None  # None: the model's own limit
+    max_num_batched_tokens: int | None = None  # largest step, for backends that reserve memory for it
     max_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a runner found it can hold."""
+    """The sizes a runner has room for."""
 
     num_blocks: int  # the null block included
     block_size: int
     max_num_seqs: int
     max_model_len: int
     vocab_size: int
-    has_overlap: bool = True  # the device runs beside the host, so that keeping one step in flight pays
+    has_overlap: bool = True  # the device runs in parallel with the host, so one step should be kept in flight
     has_costly_rows: bool = False  # every row of a batch takes time: lower tiers may be left out of a step
-    max_num_batched_tokens: int = 2048  # what a step should hold at most, where nobody said otherwise
-    max_chunk_tokens: int = 512  # and of one prompt
+    max_num_batched_tokens: int = 2048  # default limit of tokens per step
+    max_chunk_tokens: int = 512  # default limit of tokens per step from one prompt
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
-    """What runs where, for people."""
+    """Description of a runner for logs and the startup banner."""
 
-    backend: str  # with its version
+    backend: str  # with version
     device: str
     dtype: str
-    num_threads: int  # 1 where the device has none of the host's
-    weight_bytes: int = 0  # memory of the weights as they are held; 0: the backend cannot say
+    num_threads: int  # 1 if the device does not use host threads
+    weight_bytes: int = 0  # memory that the weights take; 0: unknown
     kv_bytes: int = 0  # memory of the KV pool
 
 
 class Runner(Protocol):
-    """Executes plans strictly in order, so a block that is free may be reused by the next plan at once.
+    """Executes plans strictly in order, so the next plan may reuse a block as soon as it is free.
 
-    The last sample of each batch index is the one thing a runner may know that a plan does not say.
+    The last sampled token of each batch index is the only state that a runner keeps and a plan does not contain.
     """
 
     def capacity(self) -> Capacity: ...
@@ -73,24 +71,24 @@ class Runner(Protocol):
     def facts(self) -> RunnerFacts: ...
 
     def use_threads(self, num_threads: int) -> None:
-        """Compute on so many threads of the host from the next step on, where it computes there at all."""
+        """Use this many host threads from the next step on. No effect on a runner that computes elsewhere."""
 
     def prepare(self) -> bool:
-        """Make something ready that later steps will gain by, in a moment in which nobody waits: well under a second.
+        """Prepare one thing that makes later steps faster, in well under a second. Called while no request waits.
 
-        False: nothing was left to do. A runner serves as well without, only slower.
+        Returns False if nothing was left to prepare. A runner that was never prepared gives the same results, slower.
         """
 
     def forward(self, plan: StepPlan) -> None:
-        """Enqueue a step: its copies, then its forward pass. Does not wait for the device."""
+        """Enqueue a step: its block copies, then its forward pass. Does not wait for the device."""
 
     def sample(self, masks: TokenMasks | None) -> None:
-        """Enqueue sampling for the step just enqueued. Does not wait for the device."""
+        """Enqueue sampling for the step that was enqueued last. Does not wait for the device."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that has not been collected."""
+        """Wait for the oldest step that has not been collected, and return its result."""
 
     def abandon(self) -> None:
-        """Forget a step that raised in `forward` or `sample`, so that the next plan can run."""
+        """Discard a step that raised in `forward` or `sample`, so that the next plan can run."""
 
     def close(self) -> None: ...

@@ -1,13 +1,13 @@
-"""A runner without a model, strict enough to prove the scheduler by.
+"""A runner without a model, which verifies the scheduler's plans.
 
-Its memory holds, for every position, a digest of the whole prefix up to it: real KV depends on all that came before,
-and a fake that stored bare tokens could not tell a block from one with the same tokens after another parent. To compute
-a token it reads the whole context back through the block table, so one wrong block anywhere changes the answer.
+For every position its memory holds a digest of the whole prefix up to that position. Real KV depends on all earlier
+tokens; a fake that stored plain tokens could not distinguish two blocks with the same tokens and different parents. To
+compute a token it reads the whole context back through the block table, so any wrong block changes the answer.
 
-`run_alone` computes the same answer for one request in memory of its own, with no blocks, batch or cache.
-That the two agree, whatever is shared, chunked, preempted or evicted, is the theorem the simulator tests.
+`run_alone` computes the same answer for one request in separate memory, without blocks, batching or cache. The
+simulator tests that the two agree under any sharing, chunking, preemption and eviction.
 
-As the backend "fake" it also stands in for a model in a worker process, for whatever is to be tested around one.
+As the backend "fake" it also replaces a model in a worker process, for tests of the code around it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from quire.core.step import PromptLogprobs, SeqSlice, StepPlan, StepResult, Toke
 from quire.errors import InvalidRequest, InvariantViolation
 from quire.weights.checkpoint import Checkpoint
 
-POISON = -1  # what memory nobody has written yet contains; digests are never negative
+POISON = -1  # content of memory that has not been written; digests are never negative
 _MASK = 2**62 - 1
-NUM_BLOCKS = 2048  # of a pool whose size nobody named
+NUM_BLOCKS = 2048  # default size of the pool
 
 
 def digest(*parts: int) -> int:
-    """Of integers only, so it is the same in every process."""
+    """Hash integers only, so that the result is the same in every process."""
     return hash(parts) & _MASK
 
 
 def choose_token(context: int, sampling: SamplingParams, history: Sequence[int], vocab_size: int) -> int:
-    """The token after a context. Uses everything a real sampler may: seed, sample index, position and history."""
+    """Return the token after a context. Depends on a real sampler's inputs: seed, sample index, position, history."""
     parts = [context, len(history)]
     if sampling.temperature > 0:
         parts += [sampling.seed, sampling.sample_index]
@@ -46,24 +46,24 @@ def choose_token(context: int, sampling: SamplingParams, history: Sequence[int],
 
 
 class Fold:
-    """A running digest of a context, block by block: what attention over all of it would see."""
+    """A running digest of a context, block by block. Stands for attention over the whole context."""
 
     __slots__ = ("_block_size", "_open", "done")
 
     def __init__(self, block_size: int, done: int = 0) -> None:
         self._block_size = block_size
         self.done = done  # digest of all full blocks
-        self._open: list[int] = []  # entries since
+        self._open: list[int] = []  # entries of the last, partial block
 
     def read(self, entries: Sequence[int]) -> None:
-        """Take in entries that end at or before the end of the block."""
+        """Add entries, which must not cross the end of the current block."""
         self._open += entries
         if len(self._open) == self._block_size:
             self.done = digest(self.done, *self._open)
             self._open = []
 
     def entry(self, token: int, position: int) -> int:
-        """What the KV of this token is, after this context."""
+        """Return the KV entry of a token that follows this context."""
         return digest(self.done, *self._open, token, position)
 
     def value(self) -> int:
@@ -73,7 +73,7 @@ class Fold:
 def run_alone(
     prompt: Sequence[int], sampling: SamplingParams, num_tokens: int, *, block_size: int, vocab_size: int
 ) -> list[int]:
-    """The oracle: the next `num_tokens` tokens of one request that has the machine for itself."""
+    """The oracle: return the next `num_tokens` tokens of a request that is computed without batching or cache."""
     fold = Fold(block_size)
     history = list(prompt)
     for position, token in enumerate(prompt):
@@ -86,12 +86,12 @@ def run_alone(
 
 
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> FakeRunner:
-    """The backend "fake": a model's vocabulary and limits, none of its weights. `device` says how long a step takes."""
-    del progress  # there is nothing to load
+    """Make a runner with a model's vocabulary and limits but no weights. `device` sets the time of a step."""
+    del progress  # nothing is loaded
     spec = checkpoint.spec
     max_model_len = options.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     capacity = Capacity(
         num_blocks=options.num_blocks or NUM_BLOCKS,
@@ -113,24 +113,24 @@ def _step_time(device: str) -> float:
 
 
 def made_up_logprobs(token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
-    """As if each token were half as probable as the one before it, beginning with the one that was chosen."""
+    """Return logprobs in which each token is half as probable as the previous one, starting with the chosen token."""
     logprobs = [-0.7 * (rank + 1) for rank in range(max(num_top, 1))]
     top = tuple(((token + rank) % vocab_size, logprob) for rank, logprob in enumerate(logprobs))
     return TokenLogprobs(token, logprobs[0], 0, top[:num_top])
 
 
 class _Logits(NamedTuple):
-    """What a forward pass leaves for the sampler."""
+    """Output of the forward pass, input of the sampler."""
 
     context: int
     last_token: int
 
 
 class FakeRunner:
-    """Runs plans eagerly, in `forward` and `sample`, or as late as `collect`: an eager fake would hide every race.
+    """Executes plans in `forward` and `sample`, or, with `is_late`, in `collect`: eager execution would hide races.
 
-    Does copies in random order and poisons all that a slice has not written yet. Refuses plans that break the contract.
-    With `step_s`, `collect` waits so long, as if a device were computing.
+    Performs copies in random order and poisons everything that a slice has not written yet. Refuses plans that break
+    the contract. With `step_s`, `collect` sleeps that long, as if a device were computing.
     """
 
     def __init__(self, capacity: Capacity, *, is_late: bool = False, seed: int = 0, step_s: float = 0.0) -> None:
@@ -151,7 +151,7 @@ class FakeRunner:
         return RunnerFacts("fake", f"{self._step_s * 1000:g}ms" if self._step_s else "none", "none", 1)
 
     def use_threads(self, num_threads: int) -> None:
-        del num_threads  # it has one
+        del num_threads  # it uses one
 
     def prepare(self) -> bool:
         return False
@@ -225,7 +225,7 @@ class FakeRunner:
             end = piece.start + piece.length
             history = [*piece.history[:end]]
             if len(history) < end:
-                history.append(last_token)  # the scheduler did not know it when it made the plan
+                history.append(last_token)  # sampled after the plan was made
             token = choose_token(context, piece.sampling, history, vocab_size)
             if masks is not None and piece.batch_index in masks:
                 token = self._next_allowed(token, masks[piece.batch_index])
@@ -236,7 +236,7 @@ class FakeRunner:
         return StepResult(tuple(samples), logprobs, prompt_logprobs)
 
     def _judge_prompt(self, piece: SeqSlice) -> PromptLogprobs | None:
-        """Of the prompt tokens that follow this slice's positions: what is computed at one is about the next."""
+        """Return logprobs of the prompt tokens after this slice's positions: each position predicts the next token."""
         num_top, vocab_size = piece.sampling.prompt_logprobs or 0, self._capacity.vocab_size
         first, last = piece.start + 1, min(piece.start + piece.length + 1, piece.num_prompt_tokens)
         entries = tuple(made_up_logprobs(token, num_top, vocab_size) for token in piece.history[first:last])
@@ -245,7 +245,7 @@ class FakeRunner:
     def _own_sample(self, batch_index: int) -> int:
         token = self._last_sample[batch_index]
         if token is None:
-            raise InvariantViolation(f"batch_index {batch_index} is to go on from a sample it does not have")
+            raise InvariantViolation(f"batch_index {batch_index} has no sampled token to continue from")
         return token
 
     def _next_allowed(self, token: int, mask: bytes) -> int:
@@ -254,12 +254,12 @@ class FakeRunner:
         return next(candidate for candidate in candidates if mask[candidate // 8] >> candidate % 8 & 1)
 
     def _check(self, plan: StepPlan) -> None:
-        """The contract of a plan, as any runner may rely on it."""
+        """Check the contract of a plan on which every runner relies."""
         size = self._capacity.block_size
         sources = {copy.source for copy in plan.copies}
         destinations = {copy.destination for copy in plan.copies}
         if sources & destinations or len(destinations) != len(plan.copies):
-            raise InvariantViolation(f"copies that depend on their order: {plan.copies}")
+            raise InvariantViolation(f"the result of these copies depends on their order: {plan.copies}")
         written: set[int] = set()
         read: list[int] = []
         batch_indices: set[int] = set()
@@ -271,11 +271,11 @@ class FakeRunner:
                 or len(piece.tokens) not in (0, piece.length)
                 or (not piece.tokens and piece.length > 1)
             ):
-                raise InvariantViolation(f"a slice that does not say what to compute: {piece}")
+                raise InvariantViolation(f"the slice has no valid tokens or length: {piece}")
             if len(table) * size < end or not all(0 < block < self._capacity.num_blocks for block in table):
-                raise InvariantViolation(f"a table that does not cover its slice: {piece}")
+                raise InvariantViolation(f"the block table does not cover its slice: {piece}")
             if piece.batch_index in batch_indices or not 0 <= piece.batch_index < self._capacity.max_num_seqs:
-                raise InvariantViolation(f"batch index used twice or out of range: {piece}")
+                raise InvariantViolation(f"the batch index is used twice or out of range: {piece}")
             batch_indices.add(piece.batch_index)
             writes = table[piece.start // size :]
             if not written.isdisjoint(writes):
@@ -286,6 +286,6 @@ class FakeRunner:
             raise InvariantViolation("a block is written by one slice and read by another")
 
     def _tails(self, plan: StepPlan) -> set[int]:
-        """Blocks written behind content they hold already. They may be copied from: copies come first."""
+        """Return blocks to which a slice appends. They may be copied from, because copies are done first."""
         size = self._capacity.block_size
         return {p.block_table[p.start // size] for p in plan.slices if p.start % size}

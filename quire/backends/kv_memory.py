@@ -1,4 +1,4 @@
-"""The size of the KV pool: what the user asked for, or a share of the free memory."""
+"""The size of the KV pool: the configured size, or a share of the free memory."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from quire.backends.base import BackendOptions
 from quire.backends.machine import available_bytes
 from quire.errors import InvalidRequest
+from quire.sizes import compared_sizes, memory_size
 
 CPU_SHARE = 0.4  # of the memory available once the weights are loaded
-CPU_CAP = 4 << 30  # the default on a CPU takes no more: other programs need memory too
-MIN_POOL_TOKENS = 512  # a default pool that holds less is refused: it could serve nobody
-# The default makes no more blocks than this. Only toy models have blocks so small that memory would hold more; a block
-# costs the scheduler about 140 bytes and a microsecond of start-up, whatever its size.
+CPU_CAP = 4 << 30  # upper bound of the default on a CPU: other programs need memory too
+MIN_POOL_TOKENS = 512  # a default pool that holds fewer tokens is refused: it is too small to be useful
+# Upper bound of the default number of blocks. Only toy models have blocks so small that memory would hold more. Each
+# block costs the scheduler about 140 bytes and one microsecond of start-up, whatever its size.
 DEFAULT_MAX_BLOCKS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
     options: BackendOptions
-    block_bytes: int  # of one block over all layers
+    block_bytes: int  # one block in all layers
     max_model_len: int
 
     def num_blocks_on_cpu(self) -> int:
@@ -27,22 +28,25 @@ class PoolRequest:
         return self.num_blocks(free, min(int(free * CPU_SHARE), CPU_CAP))
 
     def num_blocks(self, free: int, budget: int) -> int:
-        """Blocks in the pool, the null block included. `free` bytes can be taken; the default takes `budget` of them.
+        """Return the number of blocks in the pool, the null block included.
 
-        `num_blocks` and `kv_memory` are honoured exactly, or refused if they do not fit. There is no limit by how much
-        the running requests can use: the rest of the pool is prefix cache.
+        `free` bytes are available; the default uses `budget` of them. `num_blocks` and `kv_memory` are used exactly as
+        given, or refused if they do not fit. The pool may be larger than the running requests can use: the rest is
+        prefix cache.
         """
         options = self.options
         if options.num_blocks is not None:
-            if options.num_blocks * self.block_bytes > free:
+            if (num_bytes := options.num_blocks * self.block_bytes) > free:
+                needed, available = compared_sizes(num_bytes, max(free, 0))
                 raise InvalidRequest(
-                    f"num_blocks = {options.num_blocks} take {options.num_blocks * self.block_bytes:,} bytes of KV"
-                    f" cache; {free:,} are free"
+                    f"num_blocks = {options.num_blocks} takes {needed} of KV cache, more than the {available} that are"
+                    " free"
                 )
             return options.num_blocks
         if options.kv_memory is not None:
             if options.kv_memory > free:
-                raise InvalidRequest(f"kv_memory = {options.kv_memory:,} is more than the {free:,} bytes that are free")
+                needed, available = compared_sizes(options.kv_memory, max(free, 0))
+                raise InvalidRequest(f"kv_memory = {needed} is more than the {available} that are free")
             return self._blocks_in(options.kv_memory)
         return self._default(free, max(budget, 0))
 
@@ -51,16 +55,16 @@ class PoolRequest:
         num_tokens = max(num_blocks - 1, 0) * self.options.block_size
         if num_tokens < min(MIN_POOL_TOKENS, self.max_model_len):
             raise InvalidRequest(
-                f"kv_memory: {free:,} bytes are free, and the {budget:,} of them that would be taken hold a"
-                f" context of {num_tokens} tokens. Free some memory, or say how much to take"
+                f"kv_memory: {memory_size(max(free, 0))} are free, and the default share of {memory_size(budget)} holds"
+                f" a context of {num_tokens} tokens, which is too short. Free some memory, or set kv_memory"
             )
         return num_blocks
 
     def _blocks_in(self, budget: int) -> int:
         num_blocks = budget // self.block_bytes
         if num_blocks < 2:
+            given, needed = compared_sizes(budget, 2 * self.block_bytes)
             raise InvalidRequest(
-                f"kv_memory = {budget:,} is less than the {2 * self.block_bytes:,} that two blocks of"
-                f" {self.options.block_size} tokens take"
+                f"kv_memory = {given} is less than the {needed} of two blocks of {self.options.block_size} tokens each"
             )
         return num_blocks

@@ -1,4 +1,4 @@
-"""What this process may use of the machine, asked of the operating system."""
+"""The share of the machine that this process may use, read from the operating system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_threads() -> int:
-    """What OMP_NUM_THREADS says, as everywhere in the field, within the cores there are; else all of them."""
+    """Return OMP_NUM_THREADS, capped at the usable cores, or all usable cores if it is not set."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return min(int(asked), usable_cores()) if asked.isdecimal() and int(asked) else usable_cores()
 
@@ -25,19 +25,19 @@ def choose_threads(asked: int | None) -> int:
 
 
 def usable_cores() -> int:
-    """Those this process may run on, which can be fewer than the machine has."""
+    """Return the number of cores this process may run on, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def has_nvidia() -> bool:
-    """Whether the driver of an NVIDIA GPU is here: known without loading anything."""
+    """Return whether the driver of an NVIDIA GPU is installed, without loading any library."""
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
 def available_bytes() -> int:
-    """What can be taken without swapping, within the limit of the container where there is one."""
+    """Return the bytes that can be used without swapping, within the container's limit if there is one."""
     available = _from_meminfo()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
@@ -46,7 +46,7 @@ def available_bytes() -> int:
 
 
 def _cached_bytes() -> int:
-    """Of a container: pages of files, which count as used and are given up when needed. Weights just read are such."""
+    """Return the container's file pages. They count as used but can be reclaimed, as those of weights just read."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
         counts = dict(line.split() for line in lines)
@@ -62,7 +62,7 @@ def _from_meminfo() -> int:
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    # Not Linux: half of what the machine has is the cautious guess.
+    # Not Linux: half of the installed memory is a cautious guess.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

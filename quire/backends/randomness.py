@@ -1,6 +1,6 @@
-"""The random numbers of sampling: counted, not drawn from a stream.
+"""Random numbers for sampling, computed from a counter instead of drawn from a stream.
 
-A number depends on (seed, sample index, position) alone, so a seeded answer has the same draws alone and in any batch,
+A number depends only on (seed, sample index, position). A seeded answer therefore uses the same numbers in any batch,
 before and after a preemption, and on every backend.
 """
 

@@ -1,4 +1,4 @@
-"""What every backend's sampler says and asks in the same way. Knows neither tensors nor arrays."""
+"""Sampling rules and messages that all backends share. Independent of tensors and arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.core.step import PromptLogprobs, SeqSlice, TokenLogprobs
 
-PROMPT_ROWS = 128  # positions whose logprobs are computed at a time: each is a row of the whole vocabulary
+PROMPT_ROWS = 128  # positions per pass of prompt logprobs: each is a row as long as the vocabulary
 BROKEN = "the model's output is not a number (NaN or infinity): the weights or the arithmetic are broken"
 BLOCKED = "every token is forbidden here, by logit_bias, min_tokens or a grammar"
 
@@ -19,7 +19,7 @@ def is_penalised(piece: SeqSlice) -> bool:
 
 
 def is_short(piece: SeqSlice) -> bool:
-    """The answer may not end yet."""
+    """Return whether the answer is still below `min_tokens`."""
     num_answered = piece.start + piece.length - piece.num_prompt_tokens
     return num_answered < piece.sampling.min_tokens and bool(piece.sampling.stop_token_ids)
 

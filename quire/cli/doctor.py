@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import typer
 
 from quire import __version__
-from quire.cli.sizes import file_size, memory_size
 from quire.errors import install_command
+from quire.sizes import file_size, reported_size
 from quire.weights.hub import DEFAULT_MODEL, LocalModel, cache_dir, local_models
 
 # What a package is for, and whether nothing can be generated without it.
@@ -283,9 +283,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     features = ", ".join(hardware["features"]) or "none that matter"
     yield f"cpu       {hardware['cpu']}, {hardware['cores']} cores usable; {features}"
-    yield f"memory    {memory_size(hardware['memory_bytes'])}, {memory_size(hardware['available_bytes'])} available"
+    yield f"memory    {reported_size(hardware['memory_bytes'])}, {reported_size(hardware['available_bytes'])} available"
     for gpu in hardware["gpus"]:
-        yield f"gpu       {gpu['name']}, {memory_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
+        yield f"gpu       {gpu['name']}, {reported_size(gpu['memory_bytes'])}, sm_{gpu['sm']}"
     if not hardware["gpus"]:
         yield "gpu       none that PyTorch can use"
     yield f"disk      {file_size(cache['free_bytes'])} free for {cache['path']}"

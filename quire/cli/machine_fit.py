@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.backends.machine import available_bytes, has_nvidia
-from quire.cli.sizes import memory_size
+from quire.sizes import memory_size
 
 FILE_BITS: dict[str, float] = {  # of one weight in a file
     "F32": 32,

@@ -11,8 +11,8 @@ import typer
 
 from quire.cli import options
 from quire.cli.server_client import ServerClient, printable, reach_server
-from quire.cli.sizes import memory_size
 from quire.errors import InvalidRequest
+from quire.sizes import reported_size
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name or an alias that `quire ps` lists.")]
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of a request that `quire ps` lists.")]
@@ -115,7 +115,7 @@ def _print_models(entries: list[dict[str, Any]]) -> None:
     for name, aliases, entry in _by_model(entries):
         state = f"{entry.get('state')}{', pinned' if entry.get('is_pinned') is True else ''}"
         num_bytes, context = entry.get("num_bytes"), entry.get("max_model_len")
-        shown = memory_size(num_bytes) if type(num_bytes) is int else "?"
+        shown = reported_size(num_bytes) if type(num_bytes) is int else "?"
         held = {"ready": shown, "loading": f"({shown})"}.get(str(entry.get("state")), f"weights {shown}")
         rows.append((name, ", ".join(aliases), state, held, str(context)))
     _print_table(("name", "aliases", "state"), ("memory", "context"), rows)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.machine_fit import Fit, read_memory
-from quire.cli.sizes import file_size
 from quire.cli.suggestions import AGENT_CONTEXT, Suggestion, suggest
+from quire.sizes import file_size
 from quire.weights.hub import KNOWN_MODELS, LocalModel, local_models
 
 if TYPE_CHECKING:

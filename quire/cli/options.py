@@ -111,7 +111,7 @@ def engine_settings(
         "load_format": load_format,
         "threads": threads,
         "max_model_len": max_model_len,
-        "kv_memory": None if kv_memory is None else parse_bytes("--kv-memory", kv_memory),
+        "kv_memory": kv_memory,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if settings:
@@ -120,10 +120,3 @@ def engine_settings(
         with options_named():
             EngineConfig(**settings)
     return settings
-
-
-def parse_bytes(option: str, text: str) -> int:
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if found is None:
-        raise InvalidRequest(f"{option} {text!r} is not a size like 2G or 512M")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))

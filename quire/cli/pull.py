@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.sizes import file_size
 from quire.errors import DownloadFailed
+from quire.sizes import file_size
 from quire.weights.hub import DEFAULT_MODEL, cache_dir, find_known, is_path, models_dir
 from quire.weights.hub import pull as pull_model
 from quire.weights.huggingface import HubName, find_cached

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.machine_fit import FILE_BITS, Memory, fit, read_memory
-from quire.cli.sizes import file_size, memory_size
 from quire.errors import DownloadFailed, QuireError, UnsupportedModel
+from quire.sizes import file_size, memory_size
 from quire.weights.config import DTYPES, spec_from_config
 from quire.weights.fields import show
 from quire.weights.gguf_spec import FAMILIES

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from quire.cli.models import short_path
-from quire.cli.sizes import file_size
 from quire.errors import InvalidRequest, ModelNotFound
+from quire.sizes import file_size
 from quire.weights.gguf import is_later_part
 from quire.weights.hub import KNOWN_MODELS, find_known, is_model, is_path, local_models, models_dir
 from quire.weights.huggingface import HubName, cached_folders

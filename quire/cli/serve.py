@@ -21,12 +21,12 @@ import typer
 
 from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
-from quire.cli.options import option_name, parse_bytes
+from quire.cli.options import option_name
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
-from quire.cli.sizes import memory_size
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra
+from quire.sizes import parse_size, reported_size
 
 if TYPE_CHECKING:
     from quire.server.config import ServeConfig
@@ -200,9 +200,9 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     from quire.server.config import ServeConfig
 
     given = dict(options)
-    for name in ("kv_memory", "memory", "max_body_size"):
+    for name in ("memory", "max_body_size"):
         if given[name] is not None:
-            given[name] = parse_bytes(option_name(name), given[name])
+            given[name] = parse_size(option_name(name), given[name])
     for name in ("api_key", "admin_api_key", "allowed_origins", "allowed_hosts"):
         given[name] = tuple(given[name] or ())
     given["max_waiting"] = max(4096, 32 * given["max_queue"])
@@ -225,8 +225,8 @@ def announce(startup: Startup) -> None:
         "",
         *_others(startup),
         f"  computes   {facts.backend}, {facts.device}, {facts.dtype}, {facts.num_threads} threads",
-        f"  memory     weights {memory_size(ready.weight_bytes)},"
-        f" KV cache {memory_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
+        f"  memory     weights {reported_size(ready.weight_bytes)},"
+        f" KV cache {reported_size(ready.kv_bytes)}: {tokens} ({_why(startup)})",
         f"  takes      {capacity.max_num_seqs} requests at once, up to {ready.max_model_len:,} tokens each;"
         f" {config.max_queue} more may wait",
         f"  open to    {_audience(config)}",
@@ -256,7 +256,7 @@ def _others(startup: Startup) -> list[str]:
             label = ""
     if startup.memory_bytes is not None:
         why = "chosen by what is free; --memory sets it" if startup.has_chosen_memory else "--memory"
-        lines.append(f"  budget     {memory_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
+        lines.append(f"  budget     {reported_size(startup.memory_bytes)} for the weights and KV of all models ({why})")
     return lines
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import model_loading, options
+from quire.cli import model_loading
 from quire.errors import InvalidRequest, MissingExtra
 from quire.weights.hub import DEFAULT_MODEL, is_model, is_path
 
@@ -198,8 +198,6 @@ def _fields_named() -> Iterator[None]:
 def _engine(given: Mapping[str, Any], engine: EngineConfig) -> EngineConfig:
     """What is not said of this model is what was said of all."""
     settings = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
-    if isinstance(size := settings.get("kv_memory"), str):
-        settings["kv_memory"] = options.parse_bytes("kv_memory =", size)
     types = {field.name: field.type for field in fields(engine)}
     for name, value in settings.items():
         if types[name] == "str" and not isinstance(value, str):

@@ -12,7 +12,7 @@ import typer
 
 from quire.cli.machine_fit import fit, read_memory
 from quire.cli.models import short_path
-from quire.cli.sizes import file_size, memory_size
+from quire.sizes import file_size, memory_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.hub import resolve, size_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from quire.cli.server_client import printable
-from quire.cli.sizes import memory_size
+from quire.sizes import reported_size
 
 # State of blocks -> its mark in the bar, one for terminals that know ASCII only, and its colour where there are any.
 MARKS = {
@@ -82,8 +82,8 @@ def _model(model: dict[str, Any], width: int, kind: int) -> list[Text]:
     return [
         head,
         _line(
-            f"memory    weights {memory_size(engine['weight_bytes'])},"
-            f" KV {memory_size(engine['kv_bytes'])}{_pool(engine)}"
+            f"memory    weights {reported_size(engine['weight_bytes'])},"
+            f" KV {reported_size(engine['kv_bytes'])}{_pool(engine)}"
         ),
         *_blocks(engine["blocks"], width, kind),
         _line(
@@ -106,7 +106,7 @@ def _state(model: dict[str, Any]) -> str:
     if model["is_pinned"]:
         state += ", pinned"
     if model["engine"] is None and model["num_bytes"]:
-        state += f", {memory_size(model['num_bytes'])}"
+        state += f", {reported_size(model['num_bytes'])}"
     if model["num_waiting"]:
         state += f", {model['num_waiting']:,} wait for it"
     return state

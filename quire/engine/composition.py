@@ -19,6 +19,7 @@ from quire.core.policy import make_policy
 from quire.core.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, MissingExtra, QuireError
+from quire.sizes import parse_size
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.opening import LOAD_FORMATS, open_checkpoint
 
@@ -73,7 +74,7 @@ class EngineConfig:
     threads: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
-    kv_memory: int | None = None  # bytes
+    kv_memory: int | None = None  # bytes; text such as "512M" or "2G" is converted
     max_num_seqs: int | None = None  # None, here and below: as the backend thinks best for its device
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
@@ -86,6 +87,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        kv_memory: object = self.kv_memory
+        if isinstance(kv_memory, str):
+            object.__setattr__(self, "kv_memory", parse_size("kv_memory", kv_memory))  # frozen after this
         if self.backend not in ("auto", *BACKENDS):
             raise InvalidRequest(f"backend = {self.backend!r} is not one of auto, {', '.join(BACKENDS)}")
         if self.backend != "fake" and self.device not in DEVICES:  # the fake takes its speed there

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from quire.backends.machine import available_bytes
 from quire.errors import LoadFailed, ModelTooLarge, QuireError
+from quire.sizes import compared_sizes, memory_size
 
 FREE_SHARE = 0.8  # of the memory free at the start: steps, page cache and the rest of the machine need some
 MAX_BACKOFF_S = 30.0
@@ -371,10 +372,9 @@ class ModelManager:
     def _check_fits(self, seat: ManagedModel, need: int) -> None:
         budget, fixed = self.budget_bytes or 0, self._fixed_bytes(seat)
         if need > budget - fixed:
-            pinned = f", of which pinned models hold {_size(fixed)}" if fixed else ""
-            raise ModelTooLarge(
-                f"{seat.name} needs {_size(need)}; the models of this server have {_size(budget)}{pinned}"
-            )
+            pinned = f", of which pinned models hold {memory_size(fixed)}" if fixed else ""
+            needed, total = compared_sizes(need, budget)
+            raise ModelTooLarge(f"{seat.name} needs {needed}; the models of this server have {total}{pinned}")
 
     def _choose(self, seat: ManagedModel, missing: int) -> list[ManagedModel]:
         """Who goes. What is on its way out already counts first."""
@@ -432,7 +432,7 @@ class ModelManager:
             seat.idle_timer.cancel()
         try:
             await seat.model.unload()
-            log.info("%s is unloaded: %s are free again", seat.name, _size(seat.num_bytes))
+            log.info("%s is unloaded: %s are free again", seat.name, memory_size(seat.num_bytes))
         except Exception:
             log.exception("unloading %s failed", seat.name)  # its process is gone all the same, or ends with this one
         finally:
@@ -470,10 +470,6 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
     """A second time would disturb it while it gives back what it has, and a process would stay for good."""
     if not task.cancelling():
         task.cancel()
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def default_budget(*, on_gpu: bool) -> int:

@@ -1,1 +1,1 @@
-"""Checkpoints and the facts of a model. Knows files and numbers; knows nothing of tensors libraries or text."""
+"""Checkpoints and model parameters. Handles files and numbers, independent of tensor libraries and text."""

@@ -1,4 +1,4 @@
-"""What a checkpoint is to a backend, whatever its format: named tensors, read one at a time."""
+"""The interface of a checkpoint in any format: named tensors, read one at a time."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class TensorType(StrEnum):
 
 
 class TensorInfo(NamedTuple):
-    name: str  # as Hugging Face names it: model.layers.0.self_attn.q_proj.weight
+    name: str  # Hugging Face's name: model.layers.0.self_attn.q_proj.weight
     type: TensorType
     shape: tuple[int, ...]  # rows first
     num_bytes: int  # in the file
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it lies in the file, rows in the order Hugging Face has them."""
+    """A tensor as stored in the file, with rows in Hugging Face's order."""
 
     info: TensorInfo
-    data: NDArray[np.uint8]  # [rows, bytes a row] or [bytes]; read-only, mapped from the file where possible
+    data: NDArray[np.uint8]  # [rows, bytes per row] or [bytes]; read-only, mapped from the file where possible
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Where the words come from: the text layer builds a tokenizer from these plain values."""
+    """The data from which the text layer builds a tokenizer, as plain values."""
 
     tokenizer_json: bytes | None  # tokenizer.json, or
     gguf: Mapping[str, Any] | None  # the tokenizer.ggml.* keys of a GGUF file

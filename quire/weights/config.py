@@ -1,7 +1,7 @@
 """`ModelSpec` from Hugging Face's config.json, in the forms transformers 4 and 5 write.
 
-A field that is not there has the value transformers would give it. What quire cannot compute is refused by name here:
-a model that loads and then answers nonsense is worse than one that does not load.
+A missing field has the default of transformers. A model that quire cannot compute is refused here, and the error names
+the field: a model that loads and then answers nonsense is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_HEAD_SIZE = 1024
 MAX_VOCAB_SIZE = 4 << 20
 MAX_TOP_K = (1 << 31) - 1
 
-# Whose equations an architecture follows. A newcomer with its own adds a row here and a file to each backend.
+# The family whose equations an architecture follows. A new family adds a row here and a file to each backend.
 ALIASES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",  # its language model; what sees pictures is left out
+    "Gemma3ForConditionalGeneration": "gemma3",  # the language model only; the vision part is ignored
     "Phi3ForCausalLM": "phi3",
 }
 MODEL_TYPES: dict[str, str] = {
@@ -60,7 +60,7 @@ _GEMMA3: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-# What transformers assumes where config.json says nothing. Gemma's files rely on it, for sizes even.
+# Defaults of transformers for fields that config.json omits. Gemma's files rely on them, even for sizes.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -85,7 +85,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model, each within its limit and right with the others."""
+    """The sizes of a model, checked against their limits and against each other."""
 
     num_layers: int
     hidden_size: int
@@ -100,7 +100,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeKeys:
-    """What a format calls them."""
+    """A file format's names of the sizes."""
 
     num_layers: str = "num_hidden_layers"
     hidden_size: str = "hidden_size"
@@ -125,7 +125,7 @@ def read_shape(fields: Fields, keys: ShapeKeys) -> Shape:
         if hidden_size % num_heads or not 2 <= head_size <= MAX_HEAD_SIZE:
             raise fields.wrong(keys.hidden_size, f"not {keys.num_heads} {num_heads} times 2 to {MAX_HEAD_SIZE}")
     if head_size % 2:
-        raise fields.wrong(keys.head_size, f"heads of {head_size} cannot be rotated: not an even size")
+        raise fields.wrong(keys.head_size, f"heads of {head_size} cannot be rotated: the size is not even")
     return Shape(
         num_layers=fields.whole(keys.num_layers, 1, MAX_LAYERS),
         hidden_size=hidden_size,
@@ -149,7 +149,7 @@ def _eps(fields: Fields, name: str) -> float:
 def spec_from_config(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str, quantization: str
 ) -> ModelSpec:
-    """`quantization` is the type most weights are stored as: config.json does not always know."""
+    """Make a spec. `quantization` is the type of most weights, which config.json does not always contain."""
     whole = Fields(source, config)
     _refuse_quantized(whole)
     architecture = find_architecture(whole)
@@ -162,7 +162,7 @@ def spec_from_config(
     if family in ("qwen3", "gemma3"):
         attention_bias = fields.flag("attention_bias", False)
     if is_gemma and fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedModel(f"{source}: use_bidirectional_attention is true: only causal models run")
+        raise UnsupportedModel(f"{source}: use_bidirectional_attention is true: only causal models are supported")
     scale_of = fields.real("query_pre_attn_scalar", 0, 1e6, above_low=True) if is_gemma else float(shape.head_size)
     return ModelSpec(
         family=family,
@@ -200,7 +200,7 @@ def spec_from_config(
 
 
 def find_architecture(config: Fields) -> str:
-    """The class name a config asks for, if its equations are ours."""
+    """Return the class name in a config if its equations are supported."""
     named = config.get("architectures")
     name: Any = None
     if named is None:
@@ -221,15 +221,15 @@ def _refuse_quantized(config: Fields) -> None:
     for name, method in (("quantization_config", "quant_method"), ("quantization", "bits")):
         if config.get(name):
             inner = config.get(name)
-            said = inner.get(method) if isinstance(inner, dict) else inner
+            value = inner.get(method) if isinstance(inner, dict) else inner
             raise UnsupportedModel(
-                f"{config.source}: {name} ({method} {show(said)}): quantised safetensors are not read; "
-                "take the model as it was trained, or a GGUF of it"
+                f"{config.source}: {name} ({method} {show(value)}): quantised safetensors are not supported; "
+                "use the original model or a GGUF of it"
             )
 
 
 def _text_fields(config: Fields, architecture: str) -> Fields:
-    """What the language model needs, over transformers' defaults; the outer file rules where both speak."""
+    """Return the language model's fields with transformers' defaults. The outer file takes precedence."""
     values: Mapping[str, Any] = config.values
     prefix = ""
     if architecture == "Gemma3ForConditionalGeneration":
@@ -242,19 +242,19 @@ def _text_fields(config: Fields, architecture: str) -> Fields:
 
 
 def _activation(fields: Fields, name: str) -> Activation:
-    said = fields.find_text(name) or "silu"
-    if said not in _ACTIVATIONS:
-        raise UnsupportedModel(f"{fields.source}: {name} {show(said)} is not one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[said]
+    value = fields.find_text(name) or "silu"
+    if value not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
 
 
 def _dtype(fields: Fields, whole: Fields, quantization: str) -> str:
     name = "dtype" if "dtype" in fields or "dtype" in whole else "torch_dtype"
     holder = fields if name in fields else whole
-    said = (holder.find_text(name) or DTYPES[quantization]).removeprefix("torch.")
-    if said not in DTYPES.values():
-        raise UnsupportedModel(f"{fields.source}: {name} {show(said)} is not one of {', '.join(DTYPES.values())}")
-    return said
+    value = (holder.find_text(name) or DTYPES[quantization]).removeprefix("torch.")
+    if value not in DTYPES.values():
+        raise UnsupportedModel(f"{fields.source}: {name} {show(value)} is not one of {', '.join(DTYPES.values())}")
+    return value
 
 
 # Rotary embeddings
@@ -266,7 +266,7 @@ def _ropes(fields: Fields, family: str, shape: Shape) -> tuple[RopeSpec, RopeSpe
         flat = [name for name in parameters.values if name not in ("full_attention", "sliding_attention")]
         if flat:
             raise parameters.wrong(flat[0], "not under full_attention or sliding_attention")
-        # In the old form `rope_scaling` stretches the layers that see everything, and only those.
+        # In the old form `rope_scaling` applies only to the layers with full attention.
         full = parameters.table("full_attention") if "full_attention" in parameters else fields.table("rope_scaling")
         local = parameters.table("sliding_attention")
         return (
@@ -277,7 +277,9 @@ def _ropes(fields: Fields, family: str, shape: Shape) -> tuple[RopeSpec, RopeSpe
     scaling = scaling if scaling.values else parameters
     for name in ("full_attention", "sliding_attention"):
         if name in scaling:
-            raise UnsupportedModel(f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is gemma3's only")
+            raise UnsupportedModel(
+                f"{fields.source}: {scaling.prefix}{name}: rotation by layer type is only for gemma3"
+            )
     return _rope(fields, scaling, shape, family, "rope_theta", 1e4), None
 
 
@@ -287,10 +289,10 @@ def _rope(
     theta = fields.real(theta_name, MIN_THETA, MAX_THETA, default_theta)
     theta = scaling.real("rope_theta", MIN_THETA, MAX_THETA, theta)
     values = dict(scaling.values)
-    if "original_max_position_embeddings" in fields:  # phi3 keeps it outside, and there it has the last word
+    if "original_max_position_embeddings" in fields:  # phi3 has it outside, where it takes precedence
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
     if family == "phi3" and (values.get("rope_type") or values.get("type")) in ("su", "yarn"):
-        values["rope_type"] = "longrope"  # what its early files called it
+        values["rope_type"] = "longrope"  # renamed after the first files
     rotary_size = _rotary_size(fields, scaling, shape, family)
     return scaled_rope(Fields(fields.source, values, scaling.prefix), theta, rotary_size, shape.max_model_len)
 
@@ -299,7 +301,7 @@ def _rotary_size(fields: Fields, scaling: Fields, shape: Shape, family: str) -> 
     holder = scaling if "partial_rotary_factor" in scaling else fields
     part = holder.real("partial_rotary_factor", 0, 1, 1.0, above_low=True)
     if part != 1 and family != "phi3":
-        raise UnsupportedModel(f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is phi3's only")
+        raise UnsupportedModel(f"{fields.source}: {holder.prefix}partial_rotary_factor {part:g} is only for phi3")
     rotary_size = int(shape.head_size * part)
     if rotary_size < 2 or rotary_size % 2:
         raise holder.wrong("partial_rotary_factor", f"rotates {rotary_size} of {shape.head_size}: not an even number")
@@ -326,7 +328,7 @@ def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int, .
     else:
         has_window = [window is not None] * num_layers
     if any(has_window) and window is None:
-        raise fields.wrong("sliding_window", "layers are said to have one")
+        raise fields.wrong("sliding_window", "layers with a sliding window need it")
     return tuple((window or 0) if one else 0 for one in has_window)
 
 
@@ -345,7 +347,7 @@ def _is_sliding(fields: Fields, types: Any, num_layers: int, layer: int) -> bool
     return bool(types[layer] == "sliding_attention")
 
 
-# Where it ends and how to sample
+# End tokens and sampling defaults
 
 
 def _generation_source(source: str) -> str:
@@ -353,7 +355,7 @@ def _generation_source(source: str) -> str:
 
 
 def _eos(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json wins: it is where chat models say which tokens end a turn."""
+    """Return the end tokens. generation_config.json takes precedence: it lists the tokens that end a chat turn."""
     return generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
 
 

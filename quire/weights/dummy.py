@@ -1,6 +1,6 @@
-"""A model without its weights: the facts of a config.json and the words beside it (`--load-format dummy`).
+"""A model without weights: the parameters of config.json and the tokenizer beside it (`--load-format dummy`).
 
-For benchmarks of shapes nobody has to download. A backend makes the weights up, where it wants them.
+For benchmarks of model shapes without a download. The backend generates random weights.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from quire.weights.checkpoint import RawTensor, TensorInfo, TensorType, Tokenize
 from quire.weights.folder import ModelFolder
 from quire.weights.names import expected_tensors
 
-TYPE = TensorType.BF16  # what the weights would be stored as, where config.json does not say
+TYPE = TensorType.BF16  # assumed type of the weights if config.json does not contain it
 ITEM_BYTES = 2
 
 
 class DummyCheckpoint:
-    """A `Checkpoint` that lists the tensors its model would have, and has none of them."""
+    """A `Checkpoint` that lists the tensors its model would have, but cannot read them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -32,7 +32,7 @@ class DummyCheckpoint:
         }
 
     def read(self, name: str) -> RawTensor:
-        raise ModelFileError(f"{self.path}: {name} cannot be read: load_format is dummy, so there are no weights")
+        raise ModelFileError(f"{self.path}: {name} cannot be read: with load_format = dummy there are no weights")
 
     def tokenizer_files(self) -> TokenizerFiles:
         return self._folder.tokenizer_files()

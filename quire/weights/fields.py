@@ -1,4 +1,4 @@
-"""Values from files nobody vouches for, checked one by one: a refusal names the file, the field and the value."""
+"""Checked access to values from untrusted files. Errors contain the file, the field and the value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 def show(value: object) -> str:
-    """A value as an error may print it: short, and on one line, however it was forged."""
+    """Format a value for an error message: short, and on one line, whatever it contains."""
     return _REPR.repr(value)
 
 
 class Fields:
-    """A mapping read by type and range. A null is as good as a field that is not there."""
+    """A mapping read by type and range. A null counts as a missing field."""
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
         self.source = source
@@ -59,7 +59,7 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        # Compared before it is converted: an int may be too large for a float. A NaN is in no range.
+        # Compared before it is converted: an int may be too large for a float. NaN is in no range.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (above_low and value == low):
             raise self.wrong(name, f"not a number {'above' if above_low else 'from'} {low:g} to {high:g}")
@@ -90,7 +90,7 @@ class Fields:
         return value
 
     def table(self, name: str) -> Fields:
-        """A mapping inside this one; empty where there is none."""
+        """Return a nested mapping, empty if it is missing."""
         value = self.values.get(name)
         if value is None:
             value = {}
@@ -99,7 +99,7 @@ class Fields:
         return Fields(self.source, value, f"{self.prefix}{name}.")
 
     def reals(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
-        """A list of exactly `length` numbers above `low`."""
+        """Return a list of exactly `length` numbers above `low`."""
         value = self.values.get(name)
         if not isinstance(value, list | tuple) or len(value) != length:
             raise self.wrong(name, f"not a list of {length} numbers")
@@ -107,7 +107,7 @@ class Fields:
         return tuple(items.real(item, low, high, above_low=True) for item in items.values)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One id, a list of them or none."""
+        """Return token ids, given as one id, a list or null."""
         value = self.values.get(name)
         if value is None:
             return ()
@@ -120,7 +120,7 @@ class Fields:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A whole file, never more of it than is allowed."""
+    """Read a whole file, or raise if it is larger than `max_bytes`."""
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -132,7 +132,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """A JSON object; anything else is refused."""
+    """Read a JSON object; other values are refused."""
     return parse_json(read_bounded(path, max_bytes), str(path))
 
 
@@ -149,4 +149,4 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

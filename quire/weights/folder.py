@@ -1,6 +1,6 @@
-"""A folder as Hugging Face lays it out, but for its weights: config.json, generation_config.json, tokenizer files.
+"""A model folder in Hugging Face's layout, without its weights: config.json, generation_config.json, tokenizer files.
 
-Only files of the folder itself are opened, whatever a name says.
+Only files of the folder itself are opened, whatever names a file contains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TEMPLATE_BYTES = 4 << 20
 
 
 class ModelFolder:
-    """What its small files say."""
+    """The contents of the folder's small files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class ModelFolder:
         return read_json(member(self.path, name)) if (self.path / name).exists() else {}
 
     def _chat_template(self, config: Mapping[str, Any]) -> str | None:
-        """The newest form wins: a file of its own, then tokenizer_config.json, then chat_template.json."""
+        """Return the template: from its own file, else tokenizer_config.json, else chat_template.json."""
         path = self.path / "chat_template.jinja"
         if path.exists():
             try:
@@ -57,7 +57,7 @@ class ModelFolder:
             except UnicodeDecodeError as error:
                 raise ModelFileError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
         template = config.get("chat_template") or self._json("chat_template.json").get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several named templates
             named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
             template = named[0] if named else None
         if template is not None and not isinstance(template, str):
@@ -66,19 +66,19 @@ class ModelFolder:
 
 
 def member(folder: Path, name: str) -> Path:
-    """A file of the folder by its bare name. A link may lead to the hub cache of the same model, nowhere else."""
+    """Return a file of the folder by its bare name. A link may point to the hub cache of the same model only."""
     if not name or name in (".", "..") or any(one in name for one in "/\\\0"):
         raise ModelFileError(f"{folder}: {show(name)} is not a bare file name")
     path = folder / name
     try:
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a cycle of links
         raise ModelFileError(f"{folder}: {show(name)} cannot be read: {error}") from None
     allowed = [home]
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
         allowed.append(home.parent.parent)
     if not any(real.is_relative_to(root) for root in allowed):
-        raise ModelFileError(f"{folder}: {show(name)} is a link that leads out of the folder, to {real}")
+        raise ModelFileError(f"{folder}: {show(name)} is a link that points outside the folder, to {real}")
     if not real.is_file():
         raise ModelFileError(f"{folder}: {show(name)} is not a file")
     return path

@@ -1,7 +1,7 @@
-"""GGUF files: a header read with every length distrusted, and tensors mapped straight from the file.
+"""GGUF files: a header whose every length is checked, and tensors mapped directly from the file.
 
-The header is parsed here rather than by the gguf package because a forged one must be refused at once and in one way
-(`ModelFileError`): no length is believed before it is compared with what is left of the file. Facts and vocabulary need
+The header is parsed here instead of by the gguf package because a forged header must be refused at once with
+`ModelFileError`: no length is used before it is compared with the rest of the file. Metadata and vocabulary need
 neither numpy nor gguf.
 """
 
@@ -32,17 +32,17 @@ MAX_DIMS = 4
 MAX_DIM = 1 << 40
 MAX_STRING_BYTES = 16 << 20
 MAX_ARRAY = 4 << 20  # elements
-MAX_ARRAYS = 16 << 20  # elements of all of them: one byte in the file is eight in memory
+MAX_ARRAYS = 16 << 20  # elements of all arrays together: one byte in the file takes eight in memory
 MAX_SPLITS = 1024
 DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-# Value types by number: struct's letter for each.
+# Scalar value types by number, with struct's format letter.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
 _READERS = {kind: struct.Struct(f"<{letter}") for kind, letter in _SCALARS.items()}
 _U32, _U64 = _READERS[4], _READERS[10]
 
-# By the number the file has for them.
+# Tensor types by number in the file.
 _TENSOR_TYPES: dict[int, TensorType] = {
     0: TensorType.F32,
     1: TensorType.F16,
@@ -65,7 +65,7 @@ _OTHER_TYPES = {
 
 
 class Block(NamedTuple):
-    """The smallest piece of a quantised row."""
+    """The smallest unit of a quantised row."""
 
     num_elements: int
     num_bytes: int
@@ -87,7 +87,7 @@ BLOCKS: dict[TensorType, Block] = {
 
 
 class GgufTensor(NamedTuple):
-    info: TensorInfo  # named as the file names it
+    info: TensorInfo  # with the file's own name
     offset: int  # from the start of the file
 
 
@@ -98,20 +98,20 @@ class GgufHeader:
 
 
 class _Cursor:
-    """Reads forward through the file, and never past its end."""
+    """Reads forward through the file, never past its end."""
 
     def __init__(self, source: str, buffer: mmap.mmap) -> None:
         self.source = source
         self.buffer = buffer
         self.size = len(buffer)
         self.at = 0
-        self.num_elements = 0  # of all arrays so far
+        self.num_elements = 0  # in all arrays so far
 
     def wrong(self, field: str, problem: str) -> ModelFileError:
         return ModelFileError(f"{self.source}: {field} {problem}")
 
     def take(self, num_bytes: int, field: str) -> int:
-        """Where the next bytes begin; they are all there."""
+        """Skip `num_bytes` and return their start, or raise if the file ends before."""
         start = self.at
         if num_bytes > self.size - start:
             raise self.wrong(field, f"needs {num_bytes} bytes at {start} of {self.size}: the file ends before")
@@ -154,13 +154,13 @@ class _Cursor:
     def array(self, field: str) -> list[Any]:
         kind = self.number(_U32, f"element type of {field}")
         if kind == _ARRAY:
-            raise self.wrong(f"element type of {field}", "is array: arrays in arrays are not read")
+            raise self.wrong(f"element type of {field}", "is array: arrays in arrays are not supported")
         if kind != _STRING and kind not in _READERS:
             raise self.wrong(f"element type of {field}", f"is {kind}: not a GGUF value type")
         length = self.count(_U64, f"length of {field}", 0, MAX_ARRAY)
         self.num_elements += length
         if self.num_elements > MAX_ARRAYS:
-            raise self.wrong(field, f"makes {self.num_elements} array elements: more than {MAX_ARRAYS}")
+            raise self.wrong(field, f"brings the array elements to {self.num_elements}: more than {MAX_ARRAYS}")
         if kind == _STRING:
             return self.strings(length, field)
         start = self.take(length * _READERS[kind].size, field)
@@ -168,9 +168,9 @@ class _Cursor:
         return [self.boolean(value, field) for value in values] if kind == _BOOL else values
 
     def strings(self, length: int, field: str) -> list[str]:
-        """A vocabulary has a hundred thousand of them: a tight loop, whose errors are found after it broke."""
+        """Read strings in a tight loop, because a vocabulary has 100,000. Errors are located after the loop stopped."""
         if 8 * length > self.size - self.at:
-            raise self.wrong(field, f"has {length} strings, and {self.size - self.at} bytes are left")
+            raise self.wrong(field, f"has {length} strings, but {self.size - self.at} bytes are left")
         values: list[str] = []
         buffer, size, at, unpack = self.buffer, self.size, self.at, _U64.unpack_from
         try:
@@ -185,21 +185,21 @@ class _Cursor:
             pass
         if len(values) < length:
             self.at = at
-            self.string(f"{field}[{len(values)}]")  # says what is wrong with it
+            self.string(f"{field}[{len(values)}]")  # raises the error for this string
             raise self.wrong(field, f"ends after {len(values)} of {length} strings")
         self.at = at
         return values
 
 
 def read_header(path: Path, buffer: mmap.mmap) -> GgufHeader:
-    """Everything before the tensors' bytes, or `ModelFileError`."""
+    """Read everything before the tensors' bytes, or raise `ModelFileError`."""
     cursor = _Cursor(str(path), buffer)
     magic = buffer[: cursor.take(4, "magic") + 4]
     if magic != b"GGUF":
         raise cursor.wrong("magic", f"is {magic!r}: not a GGUF file")
     version = cursor.number(_U32, "version")
     if version not in (2, 3):
-        hint = " (big-endian files are not read)" if version in (2 << 24, 3 << 24) else ""
+        hint = " (big-endian files are not supported)" if version in (2 << 24, 3 << 24) else ""
         raise UnsupportedModel(f"{path}: version is {version}: not 2 or 3{hint}")
     num_tensors = cursor.count(_U64, "tensor count", 0, MAX_TENSORS)
     num_keys = cursor.count(_U64, "key count", 0, MAX_KEYS)
@@ -207,7 +207,7 @@ def read_header(path: Path, buffer: mmap.mmap) -> GgufHeader:
     for i in range(num_keys):
         key = cursor.string(f"key {i}")
         if key in metadata:
-            raise cursor.wrong(f"key {show(key)}", "is there twice")
+            raise cursor.wrong(f"key {show(key)}", "occurs twice")
         metadata[key] = cursor.value(show(key))
     return GgufHeader(metadata, _read_tensors(cursor, num_tensors, _alignment(cursor, metadata)))
 
@@ -225,7 +225,7 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     for i in range(num_tensors):
         info, offset = _read_tensor(cursor, i, alignment)
         if info.name in found:
-            raise cursor.wrong(f"tensor {show(info.name)}", "is there twice")
+            raise cursor.wrong(f"tensor {show(info.name)}", "occurs twice")
         found[info.name] = (info, offset)
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: GgufTensor(info, start + offset) for name, (info, offset) in found.items()}
@@ -249,9 +249,11 @@ def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> tuple[TensorInf
     number = cursor.number(_U32, f"type of {field}")
     kind = _TENSOR_TYPES.get(number)
     if kind is None:
-        said = _OTHER_TYPES.get(number, number)
+        type_name = _OTHER_TYPES.get(number, number)
         can = ", ".join(TensorType)
-        raise UnsupportedModel(f"{cursor.source}: {field} has type {said}, which is not read; these are: {can}")
+        raise UnsupportedModel(
+            f"{cursor.source}: {field} has type {type_name}, which is not supported; these are: {can}"
+        )
     offset = cursor.number(_U64, f"offset of {field}")
     block = BLOCKS[kind]
     if dims[0] % block.num_elements:
@@ -268,7 +270,7 @@ def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> tuple[TensorInf
 
 
 class _File:
-    """One GGUF file, mapped, with its header read."""
+    """One mapped GGUF file with its header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -281,9 +283,9 @@ class _File:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The file's bytes, read-only and not yet in memory."""
-    if not path.is_file():  # a pipe would be waited for
-        raise ModelFileError(f"{path}: cannot be read: no such file, or not a plain one")
+    """Map a file read-only. Its bytes are not read yet."""
+    if not path.is_file():  # opening a pipe would block
+        raise ModelFileError(f"{path}: cannot be read: no such file, or not a regular file")
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -297,13 +299,13 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 
 
 def is_later_part(path: Path) -> bool:
-    """Whether a file is a part of a split model other than its first."""
+    """Return whether a file is a part of a split model other than its first."""
     name = _SPLIT_NAME.fullmatch(path.name)
     return name is not None and int(name[2]) != 1
 
 
 def _open_files(path: Path) -> list[_File]:
-    """The file, or all parts of a split one: its first part holds the facts."""
+    """Open the file, or all parts of a split model, whose first part holds the metadata."""
     files = [_File(path)]
     count = files[0].header.metadata.get("split.count", 0)
     try:
@@ -311,7 +313,7 @@ def _open_files(path: Path) -> list[_File]:
             return files
         name = _SPLIT_NAME.fullmatch(path.name)
         if not isinstance(count, int) or not 2 <= count <= MAX_SPLITS or not name or int(name[3]) != count:
-            raise ModelFileError(f"{path}: split.count is {show(count)}, and the name does not end in that")
+            raise ModelFileError(f"{path}: split.count is {show(count)}, but the file name does not end in that")
         if int(name[2]) != 1 or files[0].header.metadata.get("split.no") != 0:
             raise ModelFileError(f"{path}: is a later part of a split model; open {name[1]}-00001-of-{name[3]}.gguf")
         for number in range(2, count + 1):
@@ -372,7 +374,7 @@ class GgufCheckpoint:
 
     def close(self) -> None:
         for file in self._files:
-            with suppress(BufferError):  # someone still reads a tensor: the map goes when they are done
+            with suppress(BufferError):  # a tensor is still in use: the map is freed with it
                 file.buffer.close()
 
     def _merge(self) -> dict[str, tuple[_File, GgufTensor]]:
@@ -380,36 +382,36 @@ class GgufCheckpoint:
         for file in self._files:
             for name, tensor in file.header.tensors.items():
                 if name in merged:
-                    raise ModelFileError(f"{file.path}: tensor {show(name)} is in another part too")
+                    raise ModelFileError(f"{file.path}: tensor {show(name)} is also in another part")
                 merged[name] = (file, tensor)
         total = self._metadata.get("split.tensors.count", len(merged))
         if len(self._files) > 1 and total != len(merged):
-            raise ModelFileError(f"{self.path}: split.tensors.count is {show(total)}, and there are {len(merged)}")
+            raise ModelFileError(f"{self.path}: split.tensors.count is {show(total)}, but there are {len(merged)}")
         return merged
 
     def _add(self, name: str, source: tuple[_File, GgufTensor]) -> None:
         if name in self._sources:
-            raise ModelFileError(f"{self.path}: tensor {show(source[1].info.name)} is a second {show(name)}")
+            raise ModelFileError(f"{self.path}: tensor {show(source[1].info.name)} duplicates {show(name)}")
         self._sources[name] = source
 
     def _floats(self, tensors: Mapping[str, tuple[_File, GgufTensor]]) -> Callable[[str, int], list[float] | None]:
-        """Reads a small table of rotation factors; numpy is not worth its import for it."""
+        """Return a reader of small tables of rotation factors, which does not need numpy."""
 
         def read(name: str, length: int) -> list[float] | None:
             if name not in tensors:
                 return None
             file, tensor = tensors[name]
             if tensor.info.type is not TensorType.F32 or tensor.info.shape != (length,):
-                said = f"{tensor.info.type} {tensor.info.shape}"
-                raise ModelFileError(f"{file.path}: tensor {name} is {said}: not F32 ({length},)")
+                found = f"{tensor.info.type} {tensor.info.shape}"
+                raise ModelFileError(f"{file.path}: tensor {name} is {found}: not F32 ({length},)")
             return list(struct.unpack_from(f"<{length}f", file.buffer, tensor.offset))
 
         return read
 
     def _in_halves(self, info: TensorInfo, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """llama's query and key rows come as pairs (0, 1), (2, 3) ...; Hugging Face rotates (0, D/2), (1, D/2 + 1) ...
+        """Reorder query and key rows of llama from pairs (0, 1), (2, 3) to Hugging Face's (0, D/2), (1, D/2 + 1).
 
-        Rows are quantised whole, so moving them is exact.
+        Rows are quantised separately, so moving them is exact.
         """
         if not info.name.endswith(_PERMUTED):
             return data

@@ -1,4 +1,4 @@
-"""`ModelSpec` from the metadata of a GGUF file: llama.cpp's keys, and its habits where a key is not written."""
+"""`ModelSpec` from the metadata of a GGUF file: llama.cpp's keys, and its defaults for missing keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.weights.rope import MAX_CONTEXT, MAX_FACTOR, MAX_THETA, MIN_FACTOR, M
 from quire.weights.spec import Activation, GenerationDefaults, ModelSpec, RopeSpec
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
-GEMMA3_27B_LAYERS = 62  # the one gemma whose scale is not that of its heads; its files do not say so
+GEMMA3_27B_LAYERS = 62  # the one Gemma whose attention scale does not follow from its head size; its files omit it
 
 _KEYS = ShapeKeys(
     num_layers="block_count",
@@ -52,7 +52,7 @@ def find_family(metadata: Mapping[str, Any], source: str) -> str:
 def spec_from_gguf(
     metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], read_floats: ReadFloats, source: str
 ) -> ModelSpec:
-    """`tensors` by GGUF name: what a file leaves unsaid (ties, biases) shows in what it holds."""
+    """Make a spec. `tensors` (by GGUF name) decides what the metadata omits: tied embeddings and biases."""
     family = find_family(metadata, source)
     values = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
     if "token_embd.weight" not in tensors:
@@ -83,7 +83,7 @@ def spec_from_gguf(
         activation=Activation.GELU_TANH if is_gemma else Activation.SILU,
         attention_scale=_attention_scale(fields, is_gemma, shape),
         embedding_scale=math.sqrt(shape.hidden_size) if is_gemma else 1.0,
-        norm_offset=0.0,  # gemma's 1 is already in the weights
+        norm_offset=0.0,  # Gemma's offset of 1 is already in the weights
         attention_softcap=fields.real("attn_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
         logit_softcap=fields.real("final_logit_softcapping", 0, 1e6, 0.0) if is_gemma else 0.0,
         is_tied="output.weight" not in tensors,
@@ -101,7 +101,7 @@ def spec_from_gguf(
 
 
 def most_common_type(tensors: Mapping[str, TensorInfo]) -> str:
-    """What most of the bytes are stored as, the embedding apart: it is often kept better than the rest."""
+    """Return the type of most bytes, without the embedding, which is often stored with more bits."""
     num_bytes: Counter[str] = Counter()
     for name, info in tensors.items():
         if not name.startswith(("token_embd.", "model.embed_tokens.")) or len(tensors) == 1:
@@ -148,7 +148,7 @@ def _ropes(fields: Fields, family: str, shape: Shape, read_floats: ReadFloats) -
             scaling.values = {**scaling.values, key: factors}
     if "short_factor" in scaling:
         scaling.values = {**scaling.values, "type": "longrope"}
-        # The file holds the finished number; what it would be computed from is not always there.
+        # The file holds the final number; the values it is computed from may be missing.
         attention = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
         scaling.values = {**scaling.values, "attention_factor": attention}
     rope = scaled_rope(scaling, theta, rotary_size, shape.max_model_len)
@@ -164,7 +164,7 @@ def _ropes(fields: Fields, family: str, shape: Shape, read_floats: ReadFloats) -
 
 
 def _scaling(fields: Fields, shape: Shape) -> Fields:
-    """The rope.scaling.* keys as config.json would say it."""
+    """Return the rope.scaling.* keys in the form of config.json."""
     kind = fields.find_text("rope.scaling.type")
     factor = fields.find_real("rope.scaling.factor", MIN_FACTOR, MAX_FACTOR)
     if kind is None and (old := fields.find_real("rope.scale_linear", MIN_FACTOR, MAX_FACTOR)):
@@ -183,7 +183,7 @@ def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
     for name in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"):
         if fields.get(name) not in (None, 0.0 if name.endswith("multiplier") else 1.0):
             raise UnsupportedModel(f"{fields.source}: {fields.prefix}{name} is {show(fields.get(name))}: not supported")
-    # llama.cpp multiplies where transformers replaces.
+    # llama.cpp multiplies by the factor where transformers replaces it.
     given = fields.real("rope.scaling.attn_factor", MIN_FACTOR, MAX_FACTOR, 1.0)
     grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return {
@@ -197,7 +197,7 @@ def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int, ...]:
-    if family in ("qwen2", "qwen3"):  # the key is written even where the model does not use it
+    if family in ("qwen2", "qwen3"):  # the key is present even if the model does not use it
         return (0,) * num_layers
     window = fields.whole("attention.sliding_window", 0, MAX_CONTEXT, 0)
     if family != "gemma3":

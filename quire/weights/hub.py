@@ -1,6 +1,7 @@
-"""Where models come from: a path, a name quire knows, or a name of the Hugging Face hub.
+"""Finds models: a path, a name quire knows, or a name on the Hugging Face hub.
 
-`resolve` only looks and never fetches; `pull` fetches. No endpoint takes a path: `/api/pull` refuses what may be one.
+`resolve` only looks and never downloads; `pull` downloads. No endpoint accepts a path: `/api/pull` refuses possible
+paths.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ALIASES: dict[str, str] = {"smollm2": DEFAULT_MODEL, "smollm2-135m": DEFAULT_MOD
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. One that cannot be opened has a problem, and no facts."""
+    """A model on this machine. One that cannot be opened has a `problem` and no parameters."""
 
     name: str
     path: Path
@@ -53,7 +54,7 @@ class LocalModel:
 
 
 def cache_dir() -> Path:
-    """Where quire keeps what it fetched itself."""
+    """Return the folder for the models that quire itself downloaded."""
     own = os.environ.get("QUIRE_CACHE")
     if own:
         return Path(own).expanduser()
@@ -71,12 +72,12 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def known_generation(path: Path) -> GenerationDefaults:
-    """What the makers of a model quire knows recommend, where its file cannot say."""
+    """Return the recommended sampling settings of a known model, if its file does not contain any."""
     return next((model.generation for model in KNOWN_MODELS.values() if model.file_name == path.name), NO_DEFAULTS)
 
 
 def resolve(name: str | None = None) -> Path:
-    """Where a model lies on this machine, or `ModelNotFound` that says what can be done."""
+    """Return the path of a model on this machine, or raise `ModelNotFound` with advice."""
     name = name or DEFAULT_MODEL
     path = Path(name).expanduser()
     if is_model(path):
@@ -93,14 +94,14 @@ def resolve(name: str | None = None) -> Path:
         raise ModelNotFound(f"{show(name)}: no such file, folder or model{_near(name)}")
     found = find_cached(hub_name)
     if found is None and path.is_dir():
-        raise ModelNotFound(f"{name}: is a folder without config.json or a .gguf file, and no model in the hub's cache")
+        raise ModelNotFound(f"{name}: is a folder without config.json or a .gguf file, and not in the hub's cache")
     if found is None:
-        raise ModelNotFound(f"{name}: is not on this machine, or not all of it; `quire pull {name}` fetches it")
+        raise ModelNotFound(f"{name}: is not on this machine, or incomplete; `quire pull {name}` fetches it")
     return found
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
-    """Fetch a model, unless it is here already, and say where it lies."""
+    """Download a model unless it is present, and return its path."""
     name = name or DEFAULT_MODEL
     known = find_known(name)
     if known is not None:
@@ -113,7 +114,7 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
 
 
 def local_models() -> list[LocalModel]:
-    """What is in quire's cache and in the hub's. A broken one is listed with what is wrong with it."""
+    """Return the models in quire's cache and in the hub's. A broken one is listed with its problem."""
     names = {model.file_name: model.name for model in KNOWN_MODELS.values()}
     own = [(names.get(path.name, path.stem), path) for path in sorted(models_dir().glob("*.gguf"))]
     return [_describe(name, path) for name, path in (*own, *_hub_models())]
@@ -148,14 +149,14 @@ def _describe(name: str, path: Path) -> LocalModel:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a model's files."""
+    """Return the bytes of a model's files."""
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only mean a file or a folder, here or not: `org/name` may be either."""
-    is_gguf = name.endswith(".gguf") and ":" not in name  # org/name:file.gguf is in a repository of the hub
+    """Return whether a name can only be a file or folder, existing or not: `org/name` may be either."""
+    is_gguf = name.endswith(".gguf") and ":" not in name  # org/name:file.gguf is in a hub repository
     return is_gguf or name in (".", "..") or name.startswith(("./", "../", "/", "~"))
 
 
@@ -168,12 +169,12 @@ def is_model(path: Path) -> bool:
         if path.is_dir():
             return (path / "config.json").exists() or any(path.glob("*.gguf"))
         return path.suffix == ".gguf" and path.is_file()
-    except (OSError, ValueError):  # a name no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
 def _has_size(path: Path, size_bytes: int) -> bool:
-    """The digest was checked when it was pulled; a file cut short since then has another size."""
+    """Compare the size only: the digest was checked at the download, and a truncated file has another size."""
     return path.is_file() and path.stat().st_size == size_bytes
 
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, in that library's own cache: nothing is copied, all its variables are honoured."""
+"""Models of the Hugging Face hub, in that library's own cache. Nothing is copied, and its variables are respected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.weights.folder import member
 from quire.weights.gguf import is_later_part
 from quire.weights.safetensors import INDEX, MAX_INDEX_BYTES, SINGLE
 
-# What a model is made of, in the top folder of its repository. Pickles are left where they are.
+# The files of a model, in the top folder of its repository. Pickles are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 ELSEWHERE = ("*/*",)
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:hf://)?([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """`org/name`, and for a GGUF in it `:Q4_K_M` or `:file.gguf`."""
+    """`org/name`, with `:Q4_K_M` or `:file.gguf` for a GGUF in it."""
 
     repo: str
     gguf: str | None
@@ -38,12 +38,12 @@ class HubName:
         if self.gguf is None:
             return list(FILES)
         if self.gguf.endswith(".gguf"):
-            return [self.gguf, re.sub(r"-\d{5}-of-", "-*-of-", self.gguf)]  # of a split one, all parts
+            return [self.gguf, re.sub(r"-\d{5}-of-", "-*-of-", self.gguf)]  # all parts of a split file
         return [f"*{tag}*.gguf" for tag in dict.fromkeys((self.gguf, self.gguf.upper(), self.gguf.lower()))]
 
 
 def find_cached(name: HubName) -> Path | None:
-    """Where the model lies in the hub's cache, whole; None if it does not."""
+    """Return the path of a complete model in the hub's cache, or None."""
     hub = import_hub()
     try:
         folder = hub.snapshot_download(
@@ -55,22 +55,22 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def download(name: HubName, *, shows_bars: bool) -> Path:
-    """Fetch what is not here yet. An interrupted download goes on where it stopped; half of one is never used."""
+    """Download missing files. An interrupted download is resumed; a partial one is never used."""
     hub = import_hub()
     (hub.utils.enable_progress_bars if shows_bars else hub.utils.disable_progress_bars)()
     try:
         folder = hub.snapshot_download(name.repo, allow_patterns=name.patterns, ignore_patterns=list(ELSEWHERE))
-    except Exception as error:  # the network has more ways to fail than the library has classes
+    except Exception as error:  # network failures raise more types than the library documents
         raise DownloadFailed(f"{name.repo}: {failure_reason(hub, error)}") from None
     found = _choose(Path(folder), name)
     if found is None:
-        wanted = name.gguf or "config.json with safetensors (for a GGUF say which: org/name:Q4_K_M)"
+        wanted = name.gguf or "config.json with safetensors (to choose a GGUF: org/name:Q4_K_M)"
         raise DownloadFailed(f"{name.repo}: holds no {wanted}")
     return found
 
 
 def cached_folders() -> Iterator[tuple[str, Path]]:
-    """Every model in the hub's cache: its name, and the folder of its newest snapshot."""
+    """Yield every model in the hub's cache: its name, and the folder of its newest snapshot."""
     try:
         hub = import_hub()
     except MissingExtra:
@@ -86,7 +86,7 @@ def cached_folders() -> Iterator[tuple[str, Path]]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all weights an index names are there. The hub puts a file in its place only when it is complete."""
+    """Return whether all weights in the index exist. The hub moves a file into place only when it is complete."""
     if not (folder / "config.json").exists():
         return False
     if not (folder / INDEX).exists():
@@ -97,7 +97,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _choose(folder: Path, name: HubName) -> Path | None:
-    """The folder of safetensors, or the one GGUF that was meant."""
+    """Return the folder of safetensors, or the GGUF file that the name selects."""
     if name.gguf is None:
         return folder if is_whole(folder) else None
     wanted = name.gguf.lower()
@@ -105,11 +105,11 @@ def _choose(folder: Path, name: HubName) -> Path | None:
     if wanted.endswith(".gguf"):
         files = [file for file in files if file.name.lower() == wanted]
     else:
-        tag = re.compile(rf"(?<![a-z0-9_]){re.escape(wanted)}(?![a-z0-9_])")  # Q4_K is not Q4_K_M
+        tag = re.compile(rf"(?<![a-z0-9_]){re.escape(wanted)}(?![a-z0-9_])")  # Q4_K does not match Q4_K_M
         files = [file for file in files if tag.search(file.stem.lower())]
     first = [file for file in files if not is_later_part(file)]
     if len(first) > 1:
-        raise ModelNotFound(f"{name.repo}:{name.gguf} fits {', '.join(file.name for file in first)}: name one")
+        raise ModelNotFound(f"{name.repo}:{name.gguf} matches {', '.join(file.name for file in first)}: name one")
     if first and not _has_all_parts(first[0]):
         return None
     return first[0] if first else None
@@ -124,10 +124,10 @@ def _has_all_parts(path: Path) -> bool:
 
 
 def failure_reason(hub: Any, error: Exception) -> str:
-    """One line that says what to do."""
+    """Return one line that states the cause and what to do."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
-        return "its makers ask you to accept their terms first, on the model's page; then set HF_TOKEN"
+        return "the model requires accepting its terms first, on its page; then set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "no such model on the hub, or it is private: check the name, or set HF_TOKEN"
     if isinstance(error, errors.LocalEntryNotFoundError):

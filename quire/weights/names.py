@@ -1,4 +1,4 @@
-"""What tensors are called, and which ones a model must have: nothing missing, nothing left over, every shape right."""
+"""Tensor names, and the exact set of tensors and shapes that a model must have."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.weights.spec import ModelSpec
 
 MAX_LISTED = 5
 
-# GGUF's names in Hugging Face's words. What belongs to no layer:
+# GGUF names and their Hugging Face names. Outside the layers:
 _GGUF_WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# and what stands in each, as blk.N.<name>:
+# In each layer, as blk.N.<name>:
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -31,7 +31,7 @@ _GGUF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Where a family differs. Gemma norms what comes out of attention as well: its `ffn_norm` is not the others'.
+# Differences by family. Gemma also norms the output of attention, so its `ffn_norm` is a different norm.
 _GGUF_FAMILY = {
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
@@ -41,17 +41,17 @@ _GGUF_FAMILY = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 
-# Tensors that say nothing the spec does not: tables of angles, which are computed here from the config.
+# Tensors that are ignored: tables of angles, which are computed from the config.
 _LEFT_OVER_NAMES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LEFT_OVER_ENDINGS = (".rotary_emb.inv_freq",)
-# What of a model that also sees is not its language model.
+# Tensors of multimodal models that are not part of the language model.
 _VISION_PREFIXES = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-# How transformers 4 and 5 call the language model inside one that also sees.
+# Prefixes of the language model in multimodal models, in transformers 4 and 5.
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -60,7 +60,7 @@ _TEXT_PREFIXES = (
 
 
 def from_gguf(name: str, family: str) -> str:
-    """The Hugging Face name; a name we do not know stays as it is, and `check_tensors` will say so."""
+    """Return the Hugging Face name. An unknown name is returned unchanged, and `check_tensors` refuses it."""
     stem, dot, ending = name.rpartition(".")
     if not dot or ending not in ("weight", "bias"):
         return name
@@ -80,7 +80,7 @@ def _is_number(text: str) -> bool:
 
 
 def from_transformers(name: str, architecture: str) -> str:
-    """The canonical name: that of a model of text alone."""
+    """Return the canonical name, which is that of a text-only model."""
     if architecture == "Gemma3ForConditionalGeneration":
         for prefix, canonical in _TEXT_PREFIXES:
             if name.startswith(prefix):
@@ -89,14 +89,14 @@ def from_transformers(name: str, architecture: str) -> str:
 
 
 def is_left_over(name: str, architecture: str) -> bool:
-    """Whether a file may hold this though no model needs it. An explicit list: anything else is an error."""
+    """Return whether a file may hold this tensor although no model needs it. The list is explicit."""
     if name in _LEFT_OVER_NAMES or name.endswith(_LEFT_OVER_ENDINGS):
         return True
     return architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION_PREFIXES)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor the model needs, with its shape, rows first."""
+    """Return every tensor the model needs, with its shape, rows first."""
     expected: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         "model.norm.weight": (spec.hidden_size,),
@@ -134,11 +134,11 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is not exactly the model its facts describe."""
+    """Raise unless the checkpoint has exactly the tensors of its model."""
     expected = expected_tensors(checkpoint.spec)
     found: Mapping[str, TensorInfo] = checkpoint.tensors
     unexpected = [name for name in found if name not in expected]
-    if checkpoint.spec.is_tied:  # some files carry the embedding a second time
+    if checkpoint.spec.is_tied:  # some files contain the embedding twice
         unexpected = [name for name in unexpected if name != "lm_head.weight"]
     misshapen = [
         f"{name} {found[name].shape} for {shape}"

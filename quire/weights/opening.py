@@ -1,4 +1,4 @@
-"""From a path to a checkpoint."""
+"""Opens the checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.weights.dummy import DummyCheckpoint
 from quire.weights.gguf import GgufCheckpoint, is_later_part
 from quire.weights.safetensors import UNSAFE_SUFFIXES, SafetensorsCheckpoint
 
-LOAD_FORMATS = ("auto", "dummy")  # the weights as the files hold them; random ones, in the shapes of config.json
+LOAD_FORMATS = ("auto", "dummy")  # the weights in the files; random weights in the shapes of config.json
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
-    """A folder of safetensors, a `.gguf` file, or a folder with one GGUF model in it. The caller closes it."""
+    """Open a folder of safetensors, a `.gguf` file, or a folder with one GGUF model. The caller closes it."""
     if load_format == "dummy":
         return _open_dummy(path)
     if path.is_dir():
@@ -28,7 +28,7 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     if path.suffix in UNSAFE_SUFFIXES:
         raise ModelFileError(f"{path}: a format that can run code when read; convert to safetensors")
     if path.suffix == ".safetensors":
-        raise ModelFileError(f"{path}: is weights alone; open the folder it is in, which holds config.json too")
+        raise ModelFileError(f"{path}: contains weights only; open its folder, which also holds config.json")
     raise ModelFileError(f"{path}: is neither a .gguf file nor a folder with config.json")
 
 
@@ -36,16 +36,16 @@ def _open_dummy(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
     if not (path / "config.json").exists():
-        raise ModelFileError(f"{path}: is no folder with a config.json to take the shapes from (load_format = 'dummy')")
+        raise ModelFileError(f"{path}: is not a folder with config.json, which load_format = 'dummy' needs")
     return DummyCheckpoint(path)
 
 
 def _only_gguf(folder: Path) -> Path:
-    """The GGUF in a folder; of a split one, the first part."""
+    """Return the GGUF file in a folder; of a split model, its first part."""
     files = sorted(folder.glob("*.gguf"))
     first = [file for file in files if not is_later_part(file)]
     if len(first) == 1:
         return first[0]
     if not first:
         raise ModelFileError(f"{folder}: holds neither config.json nor a .gguf file")
-    raise ModelFileError(f"{folder}: holds {len(first)} GGUF models, name one: {', '.join(one.name for one in first)}")
+    raise ModelFileError(f"{folder}: holds {len(first)} GGUF models; name one: {', '.join(one.name for one in first)}")

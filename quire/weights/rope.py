@@ -1,4 +1,4 @@
-"""Scaled rotary embeddings as divisors of the frequencies, one a pair: the numbers transformers arrives at."""
+"""Scaled rotary embeddings as divisors of the frequencies, one per pair, equal to those of transformers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.weights.fields import Fields, show
 from quire.weights.spec import RopeSpec
 
 MAX_CONTEXT = 1 << 24
-MIN_THETA = 1e-3  # lower ones overflow in the power, and mean nothing
+MIN_THETA = 1e-3  # smaller values overflow in the power and make no sense
 MAX_THETA = 1e12
-MIN_FACTOR = 1e-3  # a factor divides
+MIN_FACTOR = 1e-3  # factors are divisors
 MAX_FACTOR = 1e6
 
 
 def scaled_rope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
-    """`scaling` is as config.json has it: a type, what that type needs, and the context it was trained for."""
+    """Make a rope. `scaling` is in config.json's form: a type, its parameters, and the context it was trained for."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in SCALINGS:
         can = ", ".join(SCALINGS)
@@ -34,7 +34,7 @@ def _linear(scaling: Fields, theta: float, rotary_size: int, _max_context: int) 
 
 
 def _llama3(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long waves by `factor`, keep short ones, and blend those between."""
     factor = _factor(scaling)
     low = scaling.real("low_freq_factor", MIN_FACTOR, MAX_FACTOR)
     high = scaling.real("high_freq_factor", MIN_FACTOR, MAX_FACTOR)
@@ -43,14 +43,14 @@ def _llama3(scaling: Fields, theta: float, rotary_size: int, max_model_len: int)
     context = _trained_context(scaling, max_model_len)
     factors = []
     for i in range(rotary_size // 2):
-        turns = context / (2 * math.pi * theta ** (2 * i / rotary_size))  # over the context it was trained for
+        turns = context / (2 * math.pi * theta ** (2 * i / rotary_size))  # within the trained context
         keep = min(max((turns - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - keep) / factor + keep))
     return RopeSpec(theta, rotary_size, tuple(factors))
 
 
 def _yarn(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
-    """As llama3, but blended along the pair's index; cosines and sines grow with the logarithm of the factor."""
+    """Like llama3, but blended by the index of the pair; cosines and sines grow with the logarithm of the factor."""
     if theta <= 1:
         raise ModelFileError(f"{scaling.source}: rope theta is {theta:g}: yarn needs more than 1")
     context = _trained_context(scaling, max_model_len)
@@ -85,7 +85,7 @@ def _yarn_attention(scaling: Fields, factor: float) -> float:
 
 
 def _longrope(scaling: Fields, theta: float, rotary_size: int, max_model_len: int) -> RopeSpec:
-    """Two measured lists of factors: one for contexts as trained, one for longer ones."""
+    """Use two measured lists of factors: one for contexts up to the trained length, one for longer ones."""
     context = _trained_context(scaling, max_model_len)
     short = scaling.reals("short_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)
     long = scaling.reals("long_factor", rotary_size // 2, MIN_FACTOR, MAX_FACTOR)

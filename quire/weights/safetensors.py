@@ -1,7 +1,7 @@
-"""Weights as Hugging Face lays them out: safetensors in one file or in shards, beside config.json.
+"""Weights in Hugging Face's layout: safetensors in one file or in shards, beside config.json.
 
-The safetensors package judges each header; the bytes are then mapped here, so that bfloat16 needs no torch and nothing
-is copied. Only files of the folder itself are opened, whatever an index says.
+The safetensors package validates each header. The bytes are then mapped here, so that bfloat16 needs no torch and
+nothing is copied. Only files of the folder itself are opened, whatever names an index contains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ITEM_BYTES = {TensorType.F32: 4, TensorType.F16: 2, TensorType.BF16: 2}
 class _Shard(NamedTuple):
     path: Path
     buffer: mmap.mmap
-    start: int  # of the tensors' bytes
+    start: int  # offset of the tensors' bytes
     header: Mapping[str, Any]
 
 
@@ -80,11 +80,11 @@ class SafetensorsCheckpoint:
 
     def close(self) -> None:
         for shard in self._shards:
-            with suppress(BufferError):  # someone still reads a tensor: the map goes when they are done
+            with suppress(BufferError):  # a tensor is still in use: the map is freed with it
                 shard.buffer.close()
 
     def _listed(self) -> Iterator[tuple[_Shard, str]]:
-        """Every tensor of the checkpoint, with the file that holds it."""
+        """Yield every tensor of the checkpoint with the file that holds it."""
         if not (self.path / INDEX).exists():
             shard = self._open(self._single())
             yield from ((shard, name) for name in shard.header)
@@ -103,7 +103,7 @@ class SafetensorsCheckpoint:
             shard = self._open(member(self.path, file))
             for name in shard.header:
                 if weight_map.get(name) != file:
-                    raise ModelFileError(f"{shard.path}: tensor {show(name)} is not listed in {INDEX} as being here")
+                    raise ModelFileError(f"{shard.path}: tensor {show(name)} is not listed in {INDEX} for this file")
                 yield shard, name
         missing = [name for name, file in weight_map.items() if not self._has(name, file)]
         if missing:
@@ -137,14 +137,14 @@ class SafetensorsCheckpoint:
         if is_left_over(name, architecture):
             return
         if canonical in self._infos:
-            raise ModelFileError(f"{shard.path}: tensor {show(name)} is a second {show(canonical)}")
+            raise ModelFileError(f"{shard.path}: tensor {show(name)} duplicates {show(canonical)}")
         info, offset = _read_entry(shard, name)
         self._infos[canonical] = info._replace(name=canonical)
         self._places[canonical] = _Place(shard, offset)
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the bytes start, and the table of tensors: judged by the safetensors package before it is read here."""
+    """Return the start of the bytes and the table of tensors, which the safetensors package validates first."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -158,7 +158,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
                 raise ModelFileError(f"{path}: its header has {length} bytes: more than {MAX_HEADER_BYTES}")
             header = json.loads(file.read(length))
     except SafetensorError as error:
-        raise ModelFileError(f"{path}: is not sound safetensors: {error}") from None
+        raise ModelFileError(f"{path}: is not a valid safetensors file: {error}") from None
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise ModelFileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(header, dict) or len(header) > MAX_TENSORS + 1:
@@ -168,16 +168,16 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _read_entry(shard: _Shard, name: str) -> tuple[TensorInfo, int]:
-    """One row of the table. The package has judged it; what an offset may reach is checked once more."""
+    """Return one row of the table. The package has validated it; the offsets are checked once more."""
     field = f"{shard.path}: tensor {show(name)}"
     entry = shard.header[name]
     try:
-        said, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        value, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelFileError(f"{field} is {show(entry)}: not a type, a shape and two offsets") from None
-    if said not in ("F32", "F16", "BF16"):
-        raise UnsupportedModel(f"{field} has type {show(said)}, which is not read; these are: F32, F16, BF16")
-    kind = TensorType(said)
+    if value not in ("F32", "F16", "BF16"):
+        raise UnsupportedModel(f"{field} has type {show(value)}, which is not supported; these are: F32, F16, BF16")
+    kind = TensorType(value)
     if not all(isinstance(one, int) for one in (*shape, begin, end)) or not shape or min(shape) < 1:
         raise ModelFileError(f"{field} has shape {show(shape)} at {show((begin, end))}: not whole numbers above 0")
     num_bytes = _ITEM_BYTES[kind]

@@ -1,7 +1,7 @@
-"""The facts of a model that its equations need, whatever file they came from.
+"""The parameters of a model that its equations need, independent of the file format.
 
-All backends read these and nothing else: scaled rotary embeddings arrive here as plain divisors of the frequencies, so
-no backend knows how "llama3" or "yarn" compute them.
+Backends read only these. Scaled rotary embeddings are plain divisors of the frequencies here, so no backend implements
+"llama3" or "yarn" scaling.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class RopeSpec:
 
     theta: float
     rotary_size: int  # leading dimensions of a head that are rotated
-    factors: tuple[float, ...] = ()  # one a pair; empty: all 1
+    factors: tuple[float, ...] = ()  # one per pair; empty: all 1
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
-    long_factors: tuple[float, ...] = ()  # in place of `factors` where the context may pass `original_context`
+    long_factors: tuple[float, ...] = ()  # replace `factors` if the context may exceed `original_context`
     original_context: int = 0
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[float, ...]:
-        """For an engine whose contexts never pass `max_model_len`: all its requests must rotate alike."""
+        """Return the frequencies for contexts up to `max_model_len`. All requests of an engine must use the same."""
         num_pairs = self.rotary_size // 2
         is_long = self.long_factors and max_model_len > self.original_context
         factors = (self.long_factors if is_long else self.factors) or (1.0,) * num_pairs
@@ -36,7 +36,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    family: str  # whose equations: a key of the backends' MODELS tables
+    family: str  # family of equations: a key of the backends' MODELS tables
     architecture: str  # as the file names it
     num_layers: int
     hidden_size: int
@@ -48,12 +48,12 @@ class ModelSpec:
     max_model_len: int
     norm_eps: float
     rope: RopeSpec
-    local_rope: RopeSpec | None  # of layers with a window, where it differs
-    windows: tuple[int, ...]  # one a layer: how many tokens it sees, the current one included; 0: all
+    local_rope: RopeSpec | None  # of layers with a window, if it differs
+    windows: tuple[int, ...]  # per layer: number of tokens it sees, including the current one; 0: all
     activation: Activation
-    attention_scale: float  # queries times keys times this
-    embedding_scale: float  # 1 but for gemma
-    norm_offset: float  # added to norm weights as the file holds them: 1 for gemma's safetensors
+    attention_scale: float  # factor of the products of queries and keys
+    embedding_scale: float  # 1 except for Gemma
+    norm_offset: float  # added to norm weights from the file: 1 for Gemma's safetensors
     attention_softcap: float  # 0: none
     logit_softcap: float  # 0: none
     is_tied: bool  # logits come from the embedding matrix
@@ -61,22 +61,22 @@ class ModelSpec:
     has_output_bias: bool  # of attention
     has_mlp_bias: bool
     has_qk_norm: bool
-    has_post_norms: bool  # norms after attention and after the MLP as well (gemma)
-    is_fused: bool  # the file holds qkv_proj and gate_up_proj as one (phi3)
-    dtype: str  # float32, float16 or bfloat16: what the file was saved for
-    quantization: str  # what most of the weights are stored as, for people: Q4_1, BF16
+    has_post_norms: bool  # norms after attention and after the MLP as well (Gemma)
+    is_fused: bool  # the file holds qkv_proj and gate_up_proj as single tensors (phi3)
+    dtype: str  # float32, float16 or bfloat16: the type the file was saved for
+    quantization: str  # type of most of the weights, for display: Q4_1, BF16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @property
     def rounds_norms_first(self) -> bool:
-        """Whether a norm is rounded before its weight as well as after it. Gemma rounds the product alone."""
+        """Whether a norm is rounded before its weight as well as after it. Gemma rounds only the product."""
         return self.family != "gemma3"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the model's makers recommend; None where they say nothing."""
+    """Sampling settings that the model's authors recommend; None: no recommendation."""
 
     temperature: float | None = None
     top_k: int | None = None

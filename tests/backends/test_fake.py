@@ -1,4 +1,4 @@
-"""The fake is the judge of everything else, so it is judged here."""
+"""Tests of the fake runner, on which the tests of the scheduler rely."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_chunks_and_decodes_through_a_table_give_the_answer_of_the_oracle(is_lat
     table = [7, 3]
     assert execute(runner, plan(piece(prompt[:3], 0, table, prompt))) == ((),)
     assert execute(runner, plan(piece(prompt[3:], 3, table, prompt))) == ((expected[0],),)
-    # the second decode goes on from the runner's own sample
+    # the second decode continues from the runner's own sample
     assert execute(runner, plan(piece([], 6, table, prompt, length=1))) == ((expected[1],),)
     runner.close()
 
@@ -71,14 +71,14 @@ def test_one_wrong_block_anywhere_changes_the_answer() -> None:
     assert len(answers) == 3
 
 
-def test_copies_come_before_the_pass_and_what_is_to_be_written_is_poisoned() -> None:
+def test_copies_precede_the_pass_and_unwritten_positions_are_poisoned() -> None:
     prompt = list(range(6))
     runner = FakeRunner(CAPACITY)
     execute(runner, plan(piece(prompt, 0, [1, 2], prompt)))
     longer = [*prompt, 77, 78]
     tokens = execute(runner, plan(piece([77, 78], 6, [1, 5], longer), copies=(BlockCopy(2, 5),)))
     assert tokens == (tuple(run_alone(longer, GREEDY, 1, block_size=4, vocab_size=1000)),)
-    assert runner.memory[2][2:] == [-1, -1]  # the source is as it was
+    assert runner.memory[2][2:] == [-1, -1]  # the source is unchanged
 
 
 def test_sampling_uses_seed_index_position_and_history() -> None:
@@ -110,15 +110,15 @@ def test_masks_forbid_tokens() -> None:
         (plan(piece([1], 0, [], [1])), "does not cover"),
         (plan(piece([1], 0, [0], [1])), "does not cover"),
         (plan(piece([1], 0, [10], [1])), "does not cover"),
-        (plan(piece([1, 2], 0, [1], [1, 2], length=1)), "does not say what to compute"),
-        (plan(piece([], 0, [1], [1], length=2)), "does not say what to compute"),
+        (plan(piece([1, 2], 0, [1], [1, 2], length=1)), "no valid tokens or length"),
+        (plan(piece([], 0, [1], [1], length=2)), "no valid tokens or length"),
         (plan(piece([1], 0, [1], [1], batch_index=4)), "out of range"),
         (plan(piece([1], 0, [1], [1]), piece([1], 0, [2], [1])), "used twice"),
         (plan(piece([1], 0, [1], [1]), piece([1], 0, [1], [1], batch_index=1)), "two slices write"),
         (plan(piece([1], 0, [1], [1]), piece([9], 4, [1, 2], [1] * 5, batch_index=1)), "written by one slice and read"),
         (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(1, 2),)), "written by one slice and read"),
-        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 3), BlockCopy(3, 4))), "depend on their order"),
-        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 4), BlockCopy(3, 4))), "depend on their order"),
+        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 3), BlockCopy(3, 4))), "depends on their order"),
+        (plan(piece([1], 0, [1], [1]), copies=(BlockCopy(2, 4), BlockCopy(3, 4))), "depends on their order"),
     ],
 )
 def test_plans_that_break_the_contract_are_refused(step: StepPlan, message: str) -> None:
@@ -136,7 +136,7 @@ def test_calls_out_of_order_are_refused() -> None:
     with pytest.raises(InvariantViolation, match="before the last step was sampled"):
         runner.forward(plan())
     runner.sample(None)
-    with pytest.raises(InvariantViolation, match="a sample it does not have"):
+    with pytest.raises(InvariantViolation, match="no sampled token to continue from"):
         runner.collect()
 
 
@@ -147,7 +147,7 @@ def test_logprobs_are_reported_where_they_are_asked_for() -> None:
     runner.forward(plan(asking, piece([3], 0, [3], [3], batch_index=1)))
     runner.sample(None)
     result = runner.collect()
-    assert dict(result.logprobs) == {}  # the one who asks has no token yet, the other does not ask
+    assert dict(result.logprobs) == {}  # one requests them and has no token yet, the other does not request them
     found = result.prompt_logprobs[0]
     assert (found.start, [entry.token for entry in found.entries]) == (1, [6, 7, 8, 9])
     assert [len(entry.top) for entry in found.entries] == [1] * 4
@@ -158,4 +158,4 @@ def test_logprobs_are_reported_where_they_are_asked_for() -> None:
     assert (entry.token,) == result.tokens[0]
     assert entry.top[0] == (entry.token, entry.logprob)
     assert 0 > entry.top[0][1] > entry.top[1][1]
-    assert result.prompt_logprobs[0].entries[-1].token == 10  # the prompt's last: what follows it is the answer
+    assert result.prompt_logprobs[0].entries[-1].token == 10  # the last prompt token; the answer follows

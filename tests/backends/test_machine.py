@@ -1,4 +1,4 @@
-"""What may be used of a machine, read from files a test can write."""
+"""The usable share of a machine, read from files that the test writes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_linux_says_is_available(files: Path) -> None:
+def test_available_memory_is_read_from_meminfo(files: Path) -> None:
     assert machine.available_bytes() == 8000 * 1024
     (files / "memory.max").write_text("max\n")
     (files / "memory.current").write_text("5\n")
     assert machine.available_bytes() == 8000 * 1024
 
 
-def test_a_container_has_its_limit_and_pages_of_files_do_not_count(files: Path) -> None:
+def test_a_container_limit_applies_and_file_pages_do_not_count(files: Path) -> None:
     (files / "memory.max").write_text("1000000\n")
     (files / "memory.current").write_text("900000\n")
     assert machine.available_bytes() == 100_000
@@ -32,12 +32,12 @@ def test_a_container_has_its_limit_and_pages_of_files_do_not_count(files: Path) 
     assert machine.available_bytes() == 850_000
 
 
-def test_elsewhere_half_of_the_memory(files: Path) -> None:
+def test_without_meminfo_half_of_the_memory_is_available(files: Path) -> None:
     (files / "meminfo").unlink()
     assert machine.available_bytes() > 1 << 20
 
 
-def test_threads_are_those_of_the_environment_or_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_threads_are_omp_num_threads_or_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
     for value, expected in (("3", 3), ("64", 8), ("2,1", 2), ("0", 8), ("x", 8), ("", 8)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)

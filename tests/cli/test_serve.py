@@ -46,7 +46,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--max-num-seqs", "0"), "--max-num-seqs = 0 is not"),
     (("--max-model-len", "1"), "--max-model-len = 1 is not"),
     (("--queue-timeout", "nan"), "--queue-timeout = nan is not"),
-    (("--max-body-size", "many"), "--max-body-size 'many' is not a size"),
+    (("--max-body-size", "many"), "--max-body-size = 'many' is not a size"),
     (("--scheduling-policy", "lifo"), "--scheduling-policy = 'lifo' is not one of"),
     (("--load-format", "pickle"), "--load-format = 'pickle' is not one of auto, dummy"),
     (("--metrics-compat", "tgi"), "--metrics-compat = 'tgi' is not one of vllm"),

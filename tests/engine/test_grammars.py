@@ -183,7 +183,7 @@ def test_what_takes_too_long_is_given_up_and_the_next_is_served(grammars: Gramma
 
 def test_a_child_that_was_killed_is_started_again(grammars: Grammars) -> None:
     grammars.compile(regex_grammar("before"))
-    (child,) = [one for one in psutil.Process().children() if "grammar_child.py" in " ".join(one.cmdline())]
+    (child,) = [one for one in psutil.Process().children() if "trial_child.py" in " ".join(one.cmdline())]
     child.kill()
     child.wait(HANG_S)
     assert grammars.compile(regex_grammar("after")).matcher().mask()

@@ -252,13 +252,13 @@ def test_settings_and_models_are_checked_by_name(tiny_model: Path) -> None:
             LLM(tiny_model, **{name: wrong[name]})
     with pytest.raises(InvalidRequest, match="dtype = 'int3'"):
         LLM(tiny_model, dtype="int3")
-    with pytest.raises(InvalidRequest, match="kv_bytes = 10 is less"):
+    with pytest.raises(InvalidRequest, match="kv_memory = 10 bytes is less"):
         LLM(tiny_model, kv_memory=10)
-    with pytest.raises(InvalidRequest, match=r"kv_bytes = 4,398,046,511,104 is more than"):
+    with pytest.raises(InvalidRequest, match=r"kv_memory = 4,096 GiB is more than"):
         LLM(tiny_model, kv_memory=4 << 40)
     with pytest.raises(InvalidRequest, match="num_blocks = 1000000000 take"):
         LLM(tiny_model, num_blocks=10**9)
-    with pytest.raises(InvalidRequest, match="num_threads = 5000 is more than"):
+    with pytest.raises(InvalidRequest, match="threads = 5000 is more than"):
         LLM(tiny_model, threads=5000)
     with pytest.raises(InvalidRequest, match="max_model_len = 5000 is more than the 4096"):
         LLM(tiny_model, max_model_len=5000)

@@ -1,7 +1,7 @@
-"""Opens broken model files in a process of its own, with little memory and little time: `python -m ... SEED COUNT`.
+"""Opens broken model files in a separate process with little memory and time: `python -m ... SEED COUNT`.
 
-Each mutant must load or be refused with `ModelFileError`. Anything else ends this process with a traceback that names
-the target and the seed, which is all one needs to make that mutant again.
+Each mutant must load or be refused with `ModelFileError`. Anything else ends this process with a traceback and the
+target and seed, which reproduce the mutant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 2.0
 
 class Target(NamedTuple):
     name: str
-    make: Callable[[random.Random, Path], Path]  # writes a mutant into an empty folder, returns what is to be opened
+    make: Callable[[random.Random, Path], Path]  # writes a mutant into an empty folder, returns the path to open
     open: Callable[[Path], None]
 
 
@@ -48,7 +48,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutate_bytes(rng: random.Random, data: bytes, reach: int) -> bytes:
-    """A few edits, most of them within the first `reach` bytes, where the lengths are."""
+    """Make a few edits, most of them within the first `reach` bytes, where the lengths are."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         end = min(len(out), reach if rng.random() < 0.8 else len(out))
@@ -73,7 +73,7 @@ def mutate_bytes(rng: random.Random, data: bytes, reach: int) -> bytes:
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Replace something somewhere inside."""
+    """Replace a random value inside."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         if rng.random() < 0.1:
@@ -123,7 +123,7 @@ def make_folder_mutant(rng: random.Random, folder: Path) -> Path:
 
 
 def open_and_read_all(path: Path) -> None:
-    """All that a loader would do before the first token."""
+    """Do all that a loader does before the first token."""
     checkpoint = open_checkpoint(path)
     try:
         checkpoint.tokenizer_files()
@@ -156,16 +156,16 @@ def open_tokenizer(path: Path) -> None:
     try:
         config = json.loads((path / "tokenizer_config.json").read_bytes())
     except ValueError:
-        raise ModelFileError("tokenizer_config.json is no JSON: the weights say so") from None
+        raise ModelFileError("tokenizer_config.json is not JSON: the checkpoint refuses it") from None
     if not isinstance(config, dict):
-        raise ModelFileError("tokenizer_config.json is no object: the weights say so")
+        raise ModelFileError("tokenizer_config.json is not an object: the checkpoint refuses it")
     use_tokenizer(Tokenizer.from_json((path / "tokenizer.json").read_bytes(), config))
 
 
 def open_vocabulary(path: Path) -> None:
     metadata = json.loads(path.read_bytes())
     if not isinstance(metadata, dict):
-        raise ModelFileError("metadata is no object: the weights never give such")
+        raise ModelFileError("metadata is not an object: a checkpoint never returns that")
     use_tokenizer(Tokenizer.from_gguf(metadata))
 
 
@@ -195,7 +195,7 @@ def run_one(target: Target, seed: int, folder: Path) -> str:
     try:
         target.open(path)
     except ModelFileError as error:
-        str(error).encode()  # it can be printed
+        str(error).encode()  # must be printable
         return "refused"
     except BaseException:
         print(f"{target.name}: seed {seed}", file=sys.stderr)
@@ -208,7 +208,7 @@ def run_one(target: Target, seed: int, folder: Path) -> str:
 def main(first_seed: int, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, _too_slow)
-    import gguf  # noqa: F401  # so that no mutant pays for the import
+    import gguf  # noqa: F401  # so that the import does not count for a mutant
 
     with tempfile.TemporaryDirectory() as name:
         for target in TARGETS:

@@ -1,4 +1,4 @@
-"""Tiny models on disk, made by hand: so small that two thousand of them can be broken and opened in a minute."""
+"""Tiny handmade models on disk, so small that two thousand of them can be broken and opened in a minute."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 64, 2
 
-F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # GGUF's numbers
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # type numbers of GGUF
 
 
 class Tensor(NamedTuple):
-    dims: tuple[int, ...]  # as GGUF has them: columns first
+    dims: tuple[int, ...]  # in GGUF's order: columns first
     kind: int
     data: bytes
-    offset: int | None = None  # None: the next that is free
+    offset: int | None = None  # None: the next free one
 
 
 # GGUF
@@ -32,7 +32,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def encoded(value: Any) -> bytes:
-    """A value with its type before it; bytes are taken as they are."""
+    """Encode a value after its type; bytes are used as they are."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bool):
@@ -54,7 +54,7 @@ def encoded(value: Any) -> bytes:
 def make_gguf(
     keys: Sequence[tuple[str | bytes, Any]], tensors: Sequence[tuple[str | bytes, Tensor]], alignment: int = 32
 ) -> bytes:
-    """A file as llama.cpp would write it, or, with the arguments to match, one it never would."""
+    """Make a file as llama.cpp would write it, or, with other arguments, one it never would."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
     head += b"".join(text(key) + encoded(value) for key, value in keys)
     body = b""
@@ -87,7 +87,7 @@ def llama_keys(**changes: Any) -> list[tuple[str | bytes, Any]]:
 
 
 def weights(rng: np.random.Generator, *dims: int, kind: int = F32) -> Tensor:
-    """Random numbers in a type that needs no quantiser: scales of 1/64 before random codes."""
+    """Make random numbers in a type that needs no quantiser: scales of 1/64 before random codes."""
     count = int(np.prod(dims))
     if kind in (F32, F16):
         data = (rng.standard_normal(count) / 8).astype("<f4" if kind == F32 else "<f2").tobytes()
@@ -99,7 +99,7 @@ def weights(rng: np.random.Generator, *dims: int, kind: int = F32) -> Tensor:
 
 
 def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """By GGUF name; rows of queries and keys are whatever they are."""
+    """Return tensors by GGUF name; the rows of queries and keys are arbitrary."""
     rng = np.random.default_rng(seed)
     tensors = {
         "token_embd.weight": weights(rng, HIDDEN, VOCAB, kind=Q8_0),
@@ -145,7 +145,7 @@ def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, 
 
 
 def llama_arrays(seed: int = 0) -> dict[str, NDArray[np.float32]]:
-    """By Hugging Face's names, written out: the table under test is not asked."""
+    """Return arrays by Hugging Face name, written out so that the table under test is not used."""
     rng = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
@@ -168,7 +168,7 @@ def llama_arrays(seed: int = 0) -> dict[str, NDArray[np.float32]]:
 
 
 def safetensors_bytes(arrays: Mapping[str, NDArray[Any]], dtype: str = "F32") -> bytes:
-    """Written by hand as well, so that bfloat16 and nonsense can be."""
+    """Write safetensors by hand, so that bfloat16 and invalid data are possible."""
     header, body = {}, b""
     for name, array in arrays.items():
         data = array.tobytes()

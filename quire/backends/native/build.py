@@ -1,4 +1,4 @@
-"""From a checkpoint and what the user asked for to a runner that is ready."""
+"""Makes a native runner from a checkpoint and the user's options."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
     load_library()
     if spec.family not in FAMILIES:
         raise UnsupportedModel(
-            f"model family {spec.family!r} is not one the native backend runs: {', '.join(FAMILIES)}."
-            " The torch backend may: --backend torch"
+            f"the native backend does not run model family {spec.family!r}, only {', '.join(FAMILIES)}."
+            " The torch backend may run it: --backend torch"
         )
     if options.device not in ("auto", "cpu"):
-        raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU, torch on others")
+        raise InvalidRequest(f"device = {options.device!r}: the native backend runs on the CPU; use --backend torch")
     if options.dtype not in ("auto", "int8"):
         raise InvalidRequest(
-            f"dtype = {options.dtype!r}: the native backend keeps weights in 4 and 8 bits; --backend torch has others"
+            f"dtype = {options.dtype!r}: the native backend stores weights in 4 and 8 bits only; use --backend torch"
         )
     max_model_len = options.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
     max_num_seqs = options.max_num_seqs or DEFAULT_MAX_SEQS
     num_threads = choose_threads(options.threads)
     packed = pack_model(checkpoint, num_threads, progress)

@@ -1,4 +1,4 @@
-"""The C library, loaded and described to Python. Its structures are those of csrc/quire.h, field by field."""
+"""ctypes declarations of the C library. The structures mirror csrc/quire.h field by field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME = "libquire_native.dylib" if sys.platform == "darwin" else "libquire_nativ
 
 
 class NativeUnavailable(QuireError):
-    """The library is not there, or is not for this machine."""
+    """The library is missing, or cannot run on this machine."""
 
 
 class Matrix(ctypes.Structure):
@@ -60,7 +60,7 @@ class Layer(ctypes.Structure):
 
 
 class Refine(ctypes.Structure):
-    """Of the input of each product: how many of 256 groups get a second 8 bits."""
+    """For the input of each product: the number of groups, out of 256, that get a second 8 bits."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in ("qkv", "o", "gate_up", "down", "head"))
 
@@ -113,18 +113,18 @@ class BatchArgs(ctypes.Structure):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Beside this file, where the package's build puts it; QUIRE_NATIVE_LIBRARY names another."""
+    """Load the library that the build puts beside this file, or the one that QUIRE_NATIVE_LIBRARY names."""
     path = Path(os.environ.get("QUIRE_NATIVE_LIBRARY") or Path(__file__).with_name(_NAME))
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(
-            f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire builds it, with gcc"
-            f" or clang; a wheel brings it built. The torch backend runs without: {install_command('torch')}"
+            f"the native backend's library {path.name} cannot be loaded ({error}). Installing quire from source builds"
+            f" it with gcc or clang; a wheel contains it. The torch backend works without: {install_command('torch')}"
         ) from None
     _declare(library)
     if (abi := library.quire_abi()) != ABI:
-        raise NativeUnavailable(f"{path} is of another quire (interface {abi}, not {ABI}): install quire again")
+        raise NativeUnavailable(f"{path} belongs to another quire (interface {abi}, not {ABI}): reinstall quire")
     return library
 
 
@@ -157,22 +157,22 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def kernels_in_use() -> str:
-    """Which variant of the hot loops runs on this machine."""
+    """Return the name of the kernel variant that runs on this machine."""
     return str(load_library().quire_kernels().decode())
 
 
 def kernels_available() -> list[str]:
-    """All this machine can run, best first."""
+    """Return all variants that this machine can run, best first."""
     return str(load_library().quire_list_kernels().decode()).split(",")
 
 
 def choose_kernels(name: str) -> None:
     if load_library().quire_choose_kernels(name.encode()):
-        raise NativeUnavailable(f"kernels = {name!r} are not among what this machine runs: {kernels_available()}")
+        raise NativeUnavailable(f"kernels = {name!r} is not one of those this machine runs: {kernels_available()}")
 
 
 class Engine:
-    """Threads and working memory of the library."""
+    """The library's threads and working memory."""
 
     def __init__(self, num_threads: int) -> None:
         self.library = load_library()
@@ -198,7 +198,7 @@ class Engine:
             self._handle = None
 
     def _count_threads(self) -> int:
-        """How many were started: a machine may refuse some."""
+        """Return how many threads were started: the operating system may refuse some."""
         return int(self.library.quire_num_threads(self.handle))
 
 

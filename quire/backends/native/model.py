@@ -1,4 +1,4 @@
-"""A model in C's hands: its packed weights, its tables of angles, its KV pool, and one forward pass."""
+"""A model as C sees it: packed weights, rotation tables, KV pool, and the forward pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.core.step import BlockCopy
 from quire.errors import InvariantViolation
 from quire.weights.spec import Activation, ModelSpec, RopeSpec
 
-# Of each product's input, how many of 256 groups get a second 8 bits: those of the largest scales, which make most of
-# the error (decision 0022 has the frontier).
+# For each product's input, the number of groups, out of 256, that get a second 8 bits. The groups with the largest
+# scales are chosen, which cause most of the error. Decision 0022 has the measurements.
 REFINED = {"fast": Refine(), "balanced": Refine(71, 71, 52, 74, 71), "exact": Refine(256, 256, 256, 256, 256)}
 
 
@@ -55,9 +55,9 @@ class NativeModel:
         return self._packed.num_bytes
 
     def forward(self, batch: Batch, logit_rows: Ints, hidden: Floats | None = None) -> tuple[Floats, NDArray[np.bool_]]:
-        """Logits [L, V] of these rows, and of each sequence whether its last hidden state is made of numbers.
+        """Return the logits [L, V] of `logit_rows`, and for each sequence whether its last hidden state is finite.
 
-        `hidden` [T, E] is filled with the last hidden states, for `head`.
+        `hidden` [T, E] receives the last hidden states, for `head`.
         """
         logits: Floats = np.empty((len(logit_rows), self.spec.vocab_size), np.float32)
         is_sound = np.empty(len(batch.tables), np.uint8)
@@ -80,7 +80,7 @@ class NativeModel:
         return logits, is_sound.astype(np.bool_)
 
     def head(self, hidden: Floats) -> Floats:
-        """Logits [rows, V] of hidden states [rows, E]."""
+        """Return the logits [rows, V] of hidden states [rows, E]."""
         logits: Floats = np.empty((len(hidden), self.spec.vocab_size), np.float32)
         hidden = np.ascontiguousarray(hidden)
         args = (ctypes.byref(self._args), hidden.ctypes.data, len(hidden), logits.ctypes.data)
@@ -89,7 +89,7 @@ class NativeModel:
         return logits
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Of every position of one sequence [T, V], from an empty cache: overwrites the first blocks of the pool."""
+        """Return the logits [T, V] of one sequence, from an empty cache. Overwrites the first blocks of the pool."""
         num_blocks = -(-len(tokens) // self.limits.block_size)
         batch = Batch(
             tokens=np.array(tokens, np.int32),
@@ -99,39 +99,39 @@ class NativeModel:
             sampled=(),
         )
         if num_blocks >= self.limits.num_blocks or len(tokens) > self.limits.max_model_len:
-            raise ValueError(f"{len(tokens)} tokens are more than the pool holds")
+            raise ValueError(f"the pool does not hold {len(tokens)} tokens")
         return self.forward(batch, np.arange(len(tokens), dtype=np.int32))[0]
 
     def copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         if copies:
             pairs = np.array(copies, np.int64)
             if (pairs < 0).any() or (pairs >= self.limits.num_blocks).any():
-                raise InvariantViolation(f"{copies = } would lead out of the pool's {self.limits.num_blocks} blocks")
+                raise InvariantViolation(f"{copies = } are not all within the pool's {self.limits.num_blocks} blocks")
             pairs = pairs.astype(np.int32)
             self.engine.library.quire_copy_blocks(ctypes.byref(self._args), pairs.ctypes.data, len(pairs))
 
     def purge_blocks(self, blocks: list[int]) -> None:
-        """Replace what is not a finite number: such a value would reach whoever takes the block next."""
+        """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
         array = np.array(blocks, np.int32)
         self.engine.library.quire_purge_blocks(ctypes.byref(self._args), array.ctypes.data, len(array))
 
 
 def block_bytes(engine: Engine, spec: ModelSpec, block_size: int) -> int:
-    """Of one block in one layer."""
+    """Return the bytes of one block in one layer."""
     shape = Model(num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, block_size=block_size)
     return int(engine.library.quire_block_bytes(ctypes.byref(shape)))
 
 
 def may_attend_in_halves(spec: ModelSpec, precision: str) -> bool:
-    """Whether attention may multiply in fp16.
+    """Return whether attention may multiply in fp16.
 
-    What a bias adds to every key is large in some models: beside it fp16 sums would lose the differences between keys.
+    In some models a bias adds a large value to every key. fp16 sums would then lose the differences between keys.
     """
     return precision != "exact" and not spec.has_qkv_bias
 
 
 def zeroed(num_bytes: int) -> Bytes:
-    """Zeros, because what a mask hides must still be a number. The pages come when they are first written."""
+    """Allocate zeros, because masked values must still be finite. The pages are allocated at the first write."""
     return np.zeros(num_bytes + 64, np.uint8)
 
 

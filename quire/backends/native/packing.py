@@ -1,7 +1,7 @@
-"""From a checkpoint to the packed weights of a model: 4 and 8 bits, as csrc/pack.c lays them out.
+"""Packs a checkpoint's weights into 4 and 8 bits, in the layout of csrc/pack.c.
 
-What a file stores in 4 bits (Q4_0, Q4_1, Q4_K) or in Q8_0 keeps its own codes; everything else becomes 8 bits in groups
-of 32. Matrices are packed on all threads: the library lets go of the interpreter.
+Tensors stored as 4 bits (Q4_0, Q4_1, Q4_K) or Q8_0 keep their codes. All others become 8 bits in groups of 32. Matrices
+are packed in parallel: the library releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.weights.spec import ModelSpec
 
 DUMMY_STD = 0.02
 
-# As csrc/quire.h numbers them. What is not here is decoded to F32 first.
+# Numbered as in csrc/quire.h. Other types are decoded to F32 first.
 SOURCES = {
     TensorType.Q4_0: 0,
     TensorType.Q4_1: 1,
@@ -36,7 +36,7 @@ SOURCES = {
 
 @dataclass
 class PackedModel:
-    """Structures for C, and the arrays they point into, which live as long as they do."""
+    """Structures for C, and the arrays they point into, which have the same lifetime."""
 
     layers: list[Layer]
     norm: Floats
@@ -99,7 +99,7 @@ class _Packer:
         self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
 
     def start(self, pool: ThreadPoolExecutor) -> None:
-        """Pack every tensor."""
+        """Pack all tensors."""
         names = expected_tensors(self._checkpoint.spec)
         for future in [pool.submit(self._take, name) for name in names]:
             future.result()

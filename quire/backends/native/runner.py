@@ -1,4 +1,4 @@
-"""Runs step plans in C: one forward pass for the whole batch, then one sampling pass for the rows that want it."""
+"""Runs step plans in C: one forward pass for the whole batch, then one sampling pass for the rows that sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.errors import InvariantViolation
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A pass whose rows have not been sampled."""
+    """A forward pass that has not been sampled."""
 
     slices: tuple[SeqSlice, ...]
     batch: Batch
@@ -32,7 +32,7 @@ class _Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that has been sampled and not collected."""
+    """A step that has been sampled but not collected."""
 
     forwarded: _Forwarded
     sampled: Sampled | None
@@ -48,7 +48,7 @@ class NativeRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            has_overlap=False,  # it computes while it is called
+            has_overlap=False,  # computation happens inside the call
             has_costly_rows=True,
         )
         self._last_samples: Ints = np.zeros(max_num_seqs, np.int32)
@@ -115,11 +115,11 @@ class NativeRunner:
             self._read(step.sampled, forwarded.batch.sampled, tokens, logprobs, failures)
         is_poisoned = BROKEN in failures.values()
         for index in [index for index, why in failures.items() if why == BROKEN]:
-            self.model.purge_blocks(forwarded.batch.tables[index].tolist())  # what was checked; block 0 is nobody's
+            self.model.purge_blocks(forwarded.batch.tables[index].tolist())  # ids are checked; 0 is the null block
         return StepResult(tuple(tokens), logprobs, forwarded.prompt_logprobs, failures, is_poisoned)
 
     def abandon(self) -> None:
-        """Forget a pass that raised, so that the next plan can run."""
+        """Discard a pass that raised, so that the next plan can run."""
         self._forwarded = None
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class NativeRunner:
         return result
 
     def _rank_prompt(self, piece: SeqSlice, hidden: Floats) -> PromptLogprobs:
-        """The prompt tokens that follow these positions: the logits of one position are about the next."""
+        """Return logprobs of the prompt tokens after these positions: a position's logits predict the next token."""
         first, parts = piece.start + 1, []
         for start in range(0, len(hidden), PROMPT_ROWS):
             raw = self.model.head(hidden[start : start + PROMPT_ROWS])

@@ -1,7 +1,7 @@
-"""From logits to tokens, for the whole batch at once: the definition of `quire.backends.torch.sampling`, without torch.
+"""Sampling for the whole batch at once. Implements the definition in `quire.backends.torch.sampling`, without torch.
 
-What walks over the vocabulary (what a grammar forbids; temperature, min-p, top-k, top-p, the draw; logprobs) is a call
-into csrc/sampling.c for all rows. What few rows ask for (penalties, bias, no end yet) is done here, to them alone.
+Work over the whole vocabulary (grammar masks, temperature, min-p, top-k, top-p, the draw, logprobs) is one call into
+csrc/sampling.c for all rows. Penalties, bias and min_tokens affect few rows and are computed here, for those rows only.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class _Ranking(ctypes.Structure):  # quire_ranking in csrc/sampling.h
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens: Ints  # [S]
-    is_broken: Bools  # [S]: the logits of this row were not numbers
+    is_broken: Bools  # [S]: the logits of this row are not finite
     is_blocked: Bools  # [S]: every token of this row was forbidden
-    logprobs: Mapping[int, TokenLogprobs]  # by row, of those that asked
+    logprobs: Mapping[int, TokenLogprobs]  # by row, for rows that asked for them
 
 
 class Penalties:
-    """What each batch index's request has said so far, counted once, kept up token by token."""
+    """Token counts of the request at each batch index, computed once and then updated with each token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -77,34 +77,34 @@ class Penalties:
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Floats, rows: Sequence[SeqSlice], last_tokens: Ints) -> None:
-        """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
+        """Change logits in place. `last_tokens` [S]: last token of each row's context, also if not in the plan."""
         for index, piece in enumerate(rows):
             if not is_penalised(piece):
                 continue
             counts, params = self._count(piece, int(last_tokens[index])), piece.sampling
             seen = np.flatnonzero(counts.seen)
-            said = counts.said[seen]
+            num_answered = counts.num_answered[seen]
             repetition = np.float32(params.repetition_penalty)
             picked = logits[index, seen]
             picked = np.where(picked > 0, picked / repetition, picked * repetition)
-            picked -= np.float32(params.frequency_penalty) * said
-            picked -= np.float32(params.presence_penalty) * (said > 0)
+            picked -= np.float32(params.frequency_penalty) * num_answered
+            picked -= np.float32(params.presence_penalty) * (num_answered > 0)
             logits[index, seen] = picked
 
     def _count(self, piece: SeqSlice, last_token: int) -> _Counts:
         counts = self._counts.get(piece.batch_index)
         if counts is None or counts.owner != (piece.request_id, piece.epoch):
-            said, seen = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
-            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+            num_answered, seen = np.zeros(self._vocab_size, np.float32), np.zeros(self._vocab_size, np.bool_)
+            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
         end = piece.start + piece.length
         known = piece.history[counts.num_counted : end]
         if known:
             new = np.array(known, np.intp)
             counts.seen[new] = True
-            np.add.at(counts.said, new[max(piece.num_prompt_tokens - counts.num_counted, 0) :], 1)
-        if counts.num_counted + len(known) < end:  # sampled in the step before, not yet told to the scheduler
+            np.add.at(counts.num_answered, new[max(piece.num_prompt_tokens - counts.num_counted, 0) :], 1)
+        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
             counts.seen[last_token] = True
-            counts.said[last_token] += 1
+            counts.num_answered[last_token] += 1
         counts.num_counted = end
         return counts
 
@@ -112,8 +112,8 @@ class Penalties:
 @dataclass(slots=True)
 class _Counts:
     owner: tuple[int, int]
-    said: Floats  # [V]: how often each token is in the answer
-    seen: Bools  # [V]: whether it is in the prompt or the answer
+    num_answered: Floats  # [V]: number of occurrences in the answer
+    seen: Bools  # [V]: whether the token is in the prompt or the answer
     num_counted: int
 
 
@@ -132,11 +132,11 @@ class NativeSampler:
         last_tokens: Ints,
         masks: TokenMasks | None,
     ) -> Sampled:
-        """One token for each row of logits [S, V], which are changed in place."""
+        """Choose one token for each row of logits [S, V], which are changed in place."""
         _check(logits, len(rows))
         reported = [index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None]
         raw = logits[reported] if reported else None
-        was_broken: dict[int, bool] = {}  # rows that are changed here, before they were
+        was_broken: dict[int, bool] = {}  # state, before the change, of rows that are changed here
         changed = [index for index, piece in enumerate(rows) if _is_changed(piece)]
         if changed:
             was_broken = {index: not np.isfinite(logits[index].max()) for index in changed}
@@ -154,11 +154,11 @@ class NativeSampler:
         return Sampled(tokens, is_broken, ~(is_sound | is_broken), logprobs)
 
     def rank_tokens(self, raw: Floats, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-        """What the model thought of given tokens: raw logits [N, V] of the positions before them."""
+        """Return logprobs of given tokens, from the raw logits [N, V] of the positions before them."""
         return self.rank(raw, np.array(tokens, np.int32), [count] * len(tokens))
 
     def rank(self, raw: Floats, chosen: Ints, counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Of each row of raw logits [N, V]: what its chosen token got, and so many of the most probable ones."""
+        """Return, per row of raw logits [N, V], logprobs of the chosen token and of the `counts` most probable ones."""
         _check(raw, len(chosen))
         num_rows, vocab_size = raw.shape
         if num_rows and not 0 <= chosen.min() <= chosen.max() < vocab_size:
@@ -177,8 +177,10 @@ class NativeSampler:
         return tuple(map(TokenLogprobs, chosen.tolist(), logprobs.tolist(), ranks.tolist(), tops))
 
     def _choose(self, logits: Floats, rows: Sequence[SeqSlice], masks: TokenMasks) -> tuple[Ints, Bools, Bools]:
-        """The tokens, and whether each row had a finite largest logit, after its mask and before. Without one after it
-        the token means nothing."""
+        """Return the tokens, and for each row whether its largest logit is finite after and before its mask.
+
+        If it is not finite after the mask, the token is meaningless.
+        """
         num_rows, vocab_size = logits.shape
         choices = np.array([_choice(piece, vocab_size) for piece in rows], _CHOICE)
         tokens, (is_sound, was_sound) = np.empty(num_rows, np.int32), np.empty((2, num_rows), np.bool_)
@@ -194,7 +196,7 @@ class NativeSampler:
 
 
 def _check(logits: Floats, num_rows: int) -> None:
-    """C trusts what it is told."""
+    """Check what C relies on."""
     if len(logits) != num_rows or logits.dtype != np.float32 or not logits.flags.c_contiguous:
         raise InvariantViolation(f"{num_rows = }, but logits are {logits.shape} {logits.dtype} {logits.strides}")
 
@@ -208,7 +210,7 @@ def _choice(piece: SeqSlice, vocab_size: int) -> tuple[float, float, float, floa
 
 
 def _is_changed(piece: SeqSlice) -> bool:
-    """Its logits are not drawn from as they are, whatever a grammar allows."""
+    """Return whether something other than a grammar changes the logits of this row."""
     params = piece.sampling
     return bool(params.logit_bias) or is_penalised(piece) or bool(params.min_tokens and is_short(piece))
 

@@ -1,1 +1,1 @@
-"""The PyTorch backend. On the CPU it is the reference the other backends are judged by."""
+"""The PyTorch backend. On the CPU it is the reference that the other backends are compared with."""

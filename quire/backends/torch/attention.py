@@ -1,7 +1,7 @@
 """A forward pass in plain PyTorch, with attention over the paged cache: the reference path.
 
-Queries are those of one step; keys and values are read back through the block tables, this step's own included, so a
-shared, forked or chunked context takes the same way as any other. `fused.py` has its kernels.
+Queries are those of one step. Keys and values are read back through the block tables, this step's own included, so
+shared, forked and chunked contexts need no special case. `fused.py` calls the GPU kernels instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.backends.torch.kv_store import KVStore
 from quire.backends.torch.layers import Angles, Heads, Linear, RMSNorm, Rotary, gated, softcap
 from quire.weights.spec import Activation
 
-# T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G heads a kv head
+# T tokens in the batch, B sequences of a group, Q queries of a sequence, L keys, H heads, K kv heads, G = H / K
 
 
 class ReferencePass:
@@ -67,7 +67,7 @@ class ReferencePass:
 def attend(
     queries: Tensor, layer: int, store: KVStore, batch: Batch, *, scale: float, window: int, cap: float
 ) -> Tensor:
-    """queries [T, H, D] to outputs [T, H * D]."""
+    """Attend with queries [T, H, D]; return outputs [T, H * D]."""
     if len(batch.groups) == 1:
         return _attend_group(queries, layer, store, batch.groups[0], scale, window, cap)
     pieces = [
@@ -85,7 +85,7 @@ def _attend_group(
     context.read(layer)
     keys, values = context.keys, context.values  # [B, K, L, D] each
     mask = group.masks[window]
-    if group.num_queries == 1:  # the heads of a group are the queries of their KV head: no key is read twice
+    if group.num_queries == 1:  # query heads of one KV head are computed as its queries, so each key is read once
         q = queries.view(group.num_seqs, store.num_kv_heads, -1, head_size)  # [B, K, G, D]
         out = _softmax_attention(q, keys, values, mask, scale, cap, is_causal=False)
         return out.reshape(group.num_seqs, num_heads * head_size)

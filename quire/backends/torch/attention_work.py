@@ -1,12 +1,12 @@
-"""What attention has to do in a step, cut into items of about equal work. Plain numpy: nothing here knows a GPU.
+"""Divides the attention of a step into items of about equal work. Plain numpy, independent of any GPU.
 
-A decode reads its whole context for one row of queries. With many sequences there is a program for each and every KV
-head, and the card is full. With few, a long context would keep a handful of programs busy while the rest of the card
-looks on, so contexts are cut along their length, and the parts merged afterwards. How long a piece is depends on how
-much there is to read in all: as long as `target` programs get one each. docs/gpu.md explains it with a picture.
+A decode reads its whole context for one query row. With many sequences there is one program for each sequence and KV
+head, and the card is full. With few sequences, a long context would occupy a handful of programs while the rest of the
+card is idle, so contexts are split along their length and the parts merged afterwards. The length of a part is chosen
+so that about `target` programs share all keys. docs/gpu.md explains it with a picture.
 
-Decodes whose block tables begin alike (siblings of one prompt) read that head once for all: their rows together are
-one item over the shared blocks, and each has items of its own for the rest.
+Decodes whose block tables start with the same blocks (siblings of one prompt) read that prefix once: their rows
+together form one item over the shared blocks, and each row has its own items for the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-MIN_CHUNK = 128  # keys: below that, a program costs more to start than to run
-ENOUGH = 0.6  # of the programs wanted: with so many, what is left idle is less than a merge
-MIN_SIBLINGS = 4  # rows that share a head, for which reading it once pays
-MIN_SHARED = 128  # keys of that head
+MIN_CHUNK = 128  # keys: a shorter item costs more to start than to run
+ENOUGH = 0.6  # of the wanted programs: with so many, the idle time is shorter than a merge
+MIN_SIBLINGS = 4  # rows that share a prefix, from which reading it once pays
+MIN_SHARED = 128  # keys of that prefix
 PIECE = 64  # blocks compared at a time
 
 
@@ -42,27 +42,27 @@ class Prompt(NamedTuple):
 class Work(NamedTuple):
     narrow: Ints  # [items, ITEM_FIELDS]: one row each
     wide: Ints  # [items, ITEM_FIELDS]
-    first_parts: Ints  # [T + 1]: of each row, where its parts begin; none: its keys are all in one item
+    first_parts: Ints  # [T + 1]: index of each row's first part; a row without parts has all keys in one item
 
     @property
     def num_merged(self) -> int:
-        """Rows up to the last one that has parts."""
+        """Number of rows up to the last one that has parts."""
         return int(np.searchsorted(self.first_parts, self.first_parts[-1]))
 
 
 class Sizes(NamedTuple):
-    """What the list is cut for."""
+    """Limits for dividing the work."""
 
     num_kv_heads: int
     block_size: int
     rows_per_item: int  # tokens of a wide item
-    target: int  # programs that fill the card with one row each
-    wide_target: int  # and with many
-    max_parts: int  # at least two a sequence
+    target: int  # programs that fill the card if each has one row
+    wide_target: int  # programs that fill the card if each has many rows
+    max_parts: int  # at least two per sequence
 
 
 class Siblings(NamedTuple):
-    """Decodes at rows [first, last) whose first `shared` keys are the same blocks."""
+    """Decodes at rows [first, last) whose first `shared` keys are in the same blocks."""
 
     first: int
     last: int
@@ -70,14 +70,14 @@ class Siblings(NamedTuple):
 
 
 def order_decodes(first_blocks: Ints) -> NDArray[np.int64] | None:
-    """An order that puts decodes of the same first block side by side; None where no two have one."""
+    """Return an order that puts decodes with the same first block side by side, or None if no two have one."""
     order = np.argsort(first_blocks, kind="stable")
     ordered = first_blocks[order]
     return order if bool((ordered[1:] == ordered[:-1]).any()) else None
 
 
 def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: int) -> list[Siblings]:
-    """Among decodes in the order of `order_decodes`: who reads a head together. `starts` are positions of the rows."""
+    """Return groups of decodes that share a prefix, given rows in the order of `order_decodes` and their positions."""
     first_blocks = tables[batch_indices, 0]
     bounds = np.flatnonzero(np.diff(first_blocks)) + 1
     edges = [0, *bounds.tolist(), len(batch_indices)]
@@ -85,7 +85,7 @@ def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: i
     for first, last in itertools.pairwise(edges):
         if last - first < MIN_SIBLINGS:
             continue
-        width = int(starts[first:last].min()) // block_size  # full blocks below everyone's own position
+        width = int(starts[first:last].min()) // block_size  # full blocks before the position of every row
         shared = _num_common(tables, batch_indices[first:last], width) * block_size
         if shared >= MIN_SHARED:
             found.append(Siblings(first, last, shared))
@@ -93,7 +93,7 @@ def find_siblings(tables: Ints, batch_indices: Ints, starts: Ints, block_size: i
 
 
 def _num_common(tables: Ints, batch_indices: Ints, width: int) -> int:
-    """How many leading blocks all have, found piece by piece: most differ early."""
+    """Return the number of leading blocks that all tables share, compared piece by piece: most differ early."""
     for first in range(0, width, PIECE):
         rows = tables[batch_indices, first : min(first + PIECE, width)]
         is_same = (rows == rows[0]).all(0)
@@ -110,7 +110,7 @@ def plan_work(
     num_rows: int,
     sizes: Sizes,
 ) -> Work:
-    """Decodes at rows [0, len(starts)), at these positions; then the prompts. `num_rows` is all of them."""
+    """Divide decodes at rows [0, len(starts)), at these positions, and then the prompts. `num_rows` counts all rows."""
     if not siblings and not prompts:
         return _plan_decodes(starts, batch_indices, sizes)
     num_decodes = len(starts)
@@ -121,7 +121,7 @@ def plan_work(
     chunk = _chunk(int(own.sum()), num_decodes, sizes.num_kv_heads, sizes.target)
     tiles = _tiles(siblings, prompts, batch_indices, sizes.rows_per_item)
     wide_chunk = _chunk(int(tiles[:, 4].sum()), len(tiles), sizes.num_kv_heads, sizes.wide_target)
-    while True:  # few parts: longer pieces, until what waits to be merged fits
+    while True:  # lengthen the items until the parts to be merged fit
         num_chunks = -(-own // chunk)
         wide_chunks = -(-tiles[:, 4] // wide_chunk)
         counts = np.ones(num_rows, np.int32)
@@ -144,7 +144,7 @@ def plan_work(
 
 
 def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes) -> Work:
-    """The same for nothing but decodes on their own, which most steps are."""
+    """The same for a step of decodes that share nothing, which most steps are."""
     num_keys = starts + 1
     chunk = _chunk(int(num_keys.sum()), len(starts), sizes.num_kv_heads, sizes.target)
     num_chunks = -(-num_keys // chunk)
@@ -159,10 +159,10 @@ def _plan_decodes(starts: Ints, batch_indices: Ints, sizes: Sizes) -> Work:
 
 
 def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
-    """Keys an item should read, so that about `target` programs share all of them.
+    """Return the keys per item with which about `target` programs share all keys.
 
-    Where there is nearly a program for each without cutting, only contexts of twice the average are cut: parts must be
-    merged, and that costs more than the last bit of balance gives.
+    If there are nearly enough programs without splitting, only contexts of twice the average are split: merging the
+    parts would cost more than the better balance gains.
     """
     chunk = -(-num_keys * num_kv_heads // target)
     if num_rows * num_kv_heads >= ENOUGH * target:
@@ -171,7 +171,7 @@ def _chunk(num_keys: int, num_rows: int, num_kv_heads: int, target: int) -> int:
 
 
 def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indices: Ints, rows_per_item: int) -> Ints:
-    """Groups of rows and all the keys they see: [tiles, first row, rows, batch index, first key, last key + 1]."""
+    """Return groups of rows and the keys they see: [tiles, (first row, rows, batch index, first key, last key + 1)]."""
     tiles: list[tuple[int, int, int, int, int]] = []
     for group in siblings:
         batch_index = int(batch_indices[group.first])
@@ -187,7 +187,7 @@ def _tiles(siblings: Sequence[Siblings], prompts: Sequence[Prompt], batch_indice
 
 
 def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints, num_decodes: int) -> None:
-    """How many parts each row has: those of a head it shares come on top of its own."""
+    """Add to `counts` the parts that each row has in shared prefixes."""
     for (row, num_rows, _, _, _), num_chunks in zip(tiles.tolist(), wide_chunks.tolist(), strict=True):
         if row < num_decodes:
             counts[row : row + num_rows] += num_chunks
@@ -196,7 +196,7 @@ def _add_wide(counts: Ints, tiles: Ints, wide_chunks: Ints, num_decodes: int) ->
 
 
 def _cut(tiles: Ints, num_chunks: Ints, first_part: Ints) -> Ints:
-    """Every tile into so many pieces along its keys, the longest first: they set how long it all takes."""
+    """Split every tile into `num_chunks` items along its keys, longest first: they determine the total time."""
     which = np.repeat(np.arange(len(tiles)), num_chunks)
     part = np.arange(len(which)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     low, high = tiles[:, 3], tiles[:, 4]

@@ -1,4 +1,4 @@
-"""A step plan as tensors: built once a step, read by every layer."""
+"""A step plan as tensors: built once per step, read by every layer."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 from quire.backends.torch.kv_store import Context, KVStore
 from quire.core.step import SeqSlice
 
-MAX_QUERIES = 512  # query rows of one attention call: bounds its mask
-MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones with their like
+MAX_QUERIES = 512  # query rows of one attention call, which bounds the size of its mask
+MIN_BUCKET = 3  # contexts of up to 2 ** MIN_BUCKET blocks are attended together, longer ones with similar lengths
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences attended in one call: many with one query each, or one with many."""
+    """Sequences attended in one call: many with one query each, or one with many queries."""
 
-    first: int  # its rows of the batch: [first, last)
+    first: int  # rows of the batch: [first, last)
     last: int
     num_seqs: int
-    num_queries: int  # of each sequence
-    context: Context  # the keys and values they see, the longest setting the size
-    masks: Mapping[int, Tensor | None]  # by window: what to add to the scores; None where nothing is hidden
-    is_causal: bool  # the queries are the whole context, so no mask is needed to say which key is in their future
+    num_queries: int  # per sequence
+    context: Context  # keys and values, padded to the longest sequence
+    masks: Mapping[int, Tensor | None]  # by window: added to the scores; None: no key is masked
+    is_causal: bool  # the queries are the whole context, so the kernel's causal mask is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     slices: tuple[SeqSlice, ...]  # in the order of their rows
-    order: tuple[int, ...]  # which slice of the plan each of them is
+    order: tuple[int, ...]  # index of each in the plan
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     slot_rows: Tensor  # [T * 2K], see KVStore.slot_rows
     groups: tuple[AttentionGroup, ...]
-    last_rows: tuple[int, ...]  # of each slice: the row of its last token
+    last_rows: tuple[int, ...]  # row of the last token of each slice
 
 
 def build_batch(slices: Sequence[SeqSlice], store: KVStore, windows: Sequence[int], last_samples: Tensor) -> Batch:
-    """Decodes first, contexts of similar length together; then the prompts. Indexes `last_samples` by batch index."""
+    """Build a batch: decodes grouped by context length, then the prompts. Indexes `last_samples` by batch index."""
     order = sorted(range(len(slices)), key=lambda index: _bucket(slices[index], store.block_size))
     ordered = tuple(slices[index] for index in order)
     num_decodes = sum(piece.length == 1 for piece in ordered)
@@ -59,7 +59,7 @@ def build_batch(slices: Sequence[SeqSlice], store: KVStore, windows: Sequence[in
 
 
 def _bucket(piece: SeqSlice, block_size: int) -> int:
-    """Decodes before prompts, and among decodes by the power of two their context fits in."""
+    """Sort key: decodes before prompts, and decodes by the power of two that holds their context."""
     if piece.length > 1:
         return 1000
     return max((piece.start // block_size).bit_length(), MIN_BUCKET)
@@ -72,7 +72,7 @@ class _Builder:
         self._device = store.device
         self._num_rows = 0
         self._positions: list[Tensor] = []
-        self._blocks: list[Tensor] = []  # the block each token is stored in
+        self._blocks: list[Tensor] = []  # block of each token
         self._groups: list[AttentionGroup] = []
 
     def add_decodes(self, pieces: Sequence[SeqSlice]) -> None:
@@ -83,7 +83,7 @@ class _Builder:
         for piece, start in zip(pieces, starts, strict=True):
             num_blocks = start // size + 1
             padded += piece.block_table[:num_blocks]
-            padded += [0] * (width - num_blocks)  # the null block: its content is never seen
+            padded += [0] * (width - num_blocks)  # the null block: its content is masked
         tables = torch.tensor(padded, device=self._device).view(len(pieces), width)
         positions = torch.tensor(starts, device=self._device)
         self._positions.append(positions)
@@ -99,7 +99,7 @@ class _Builder:
         self._add_group(len(pieces), 1, num_keys, tables, masks, is_causal=False)
 
     def add_prompt(self, piece: SeqSlice) -> None:
-        """In parts of at most MAX_QUERIES: all its keys are stored before any of them is attended."""
+        """Add a prompt in parts of at most MAX_QUERIES. All its keys are stored before any part is attended."""
         size = self._store.block_size
         end = piece.start + piece.length
         table = torch.tensor(piece.block_table[: -(-end // size)], device=self._device)
@@ -145,7 +145,7 @@ class _Builder:
         return tokens
 
     def _mask(self, queries: Tensor, num_keys: int, window: int) -> Tensor:
-        """What to add to the scores of queries at these positions [N, 1]: -inf for the future and beyond the window."""
+        """Return the additive mask of queries at these positions [N, 1]: -inf for later keys and beyond the window."""
         keys = torch.arange(num_keys, device=self._device)
         hidden = keys > queries
         if window:

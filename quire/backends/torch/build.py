@@ -1,4 +1,4 @@
-"""From a checkpoint and what the user asked for to a runner that is ready."""
+"""Makes a torch runner from a checkpoint and the user's options."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progress | None = None) -> Runner:
     spec = checkpoint.spec
     if spec.family not in MODELS:
-        raise UnsupportedModel(f"model family {spec.family!r} is not one the torch backend runs: {', '.join(MODELS)}")
+        raise UnsupportedModel(f"the torch backend does not run model family {spec.family!r}, only {', '.join(MODELS)}")
     device = _device(options.device)
     dtype = _dtype(options.dtype, spec, device)
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(options.threads))
     max_model_len = options.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
-        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} this model was made for")
+        raise InvalidRequest(f"{max_model_len = } is more than the {spec.max_model_len} tokens this model supports")
     max_num_seqs = options.max_num_seqs or (CUDA_MAX_SEQS if device.type == "cuda" else DEFAULT_MAX_SEQS)
     with torch.inference_mode():
         if device.type == "cuda" and _has_triton():
-            from quire.backends.torch import build_cuda  # Triton is not everywhere
+            from quire.backends.torch import build_cuda  # imports Triton, which is not always installed
 
             compiling = build_cuda.start_compiling(spec, dtype, options.block_size, device)
-            if _works():  # takes a second or two, the first time
+            if _works():  # takes a second or two the first time
                 return build_cuda.make_cuda_runner(
                     checkpoint,
                     options,
@@ -69,20 +69,20 @@ def make_runner(checkpoint: Checkpoint, options: BackendOptions, progress: Progr
 def _has_triton() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    log.warning("No Triton: this GPU runs the plain path, many times slower. %s", install_command("triton"))
+    log.warning("Triton is not installed: the GPU runs plain PyTorch, many times slower. %s", install_command("triton"))
     return False
 
 
 def _works() -> bool:
-    """Whether Triton can be used here: it compiles some C for itself when it first is."""
+    """Return whether Triton works here. It compiles some C at its first use."""
     try:
         import triton
 
         triton.runtime.driver.active.get_current_target()
     except Exception as error:
         log.warning(
-            "Triton does not work here, so this GPU runs the plain path, many times slower. It needs a C compiler,"
-            " Python's headers and a folder it may write (TRITON_CACHE_DIR): %s",
+            "Triton does not work here: the GPU runs plain PyTorch, many times slower. Triton needs a C compiler,"
+            " Python's headers and a writable folder (TRITON_CACHE_DIR): %s",
             error,
         )
         return False
@@ -96,12 +96,12 @@ def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise InvalidRequest(f"device = {name!r} is not auto, cpu or cuda")
     if name == "cuda" and not has_cuda:
-        raise InvalidRequest("device = 'cuda', but PyTorch finds no CUDA device here")
+        raise InvalidRequest("device = 'cuda', but PyTorch finds no CUDA device on this machine")
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What the machine does well: 16 bits on a GPU; on a CPU fp32, where most have no fast 16-bit products."""
+    """Return the dtype that suits the device: 16 bits on a GPU, fp32 on a CPU, as most lack fast 16-bit products."""
     if name == "auto":
         if device.type == "cpu":
             return torch.float32

@@ -1,4 +1,4 @@
-"""Makes the GPU's runner: how much memory steps need is measured first, and the KV pool gets the rest."""
+"""Makes the GPU runner. The memory of the largest step is measured first, and the KV pool gets the rest."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from quire.weights.checkpoint import Checkpoint
 from quire.weights.names import expected_tensors
 from quire.weights.spec import ModelSpec
 
-STEP_S = 0.25  # about how long a step of prompts may hold up everyone's next token
-PRODUCT_RATE = 6e14  # operations a second that the matrix products of a large step reach on an H200
-STEP_TOKENS = (2048, 16384)  # at least and at most: enough to fill the card, and to hide the host behind it
-MARGIN = 0.04  # of the card's memory is left alone: what the driver and the allocator take beside us
-GRAPH_BYTES = 4 << 20  # what the driver keeps of a captured graph, beside the memory its steps use
+STEP_S = 0.25  # approximate limit of how long a step of prompts may delay the next token of running requests
+PRODUCT_RATE = 6e14  # operations per second that the matrix products of a large step reach on an H200
+STEP_TOKENS = (2048, 16384)  # minimum and maximum: enough to fill the card and to hide the host's work
+MARGIN = 0.04  # share of the card's memory left free for the driver and the allocator
+GRAPH_BYTES = 4 << 20  # driver memory per captured graph, beside the memory its steps use
 
 log = logging.getLogger(__name__)
 
 
 def start_compiling(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Compiling:
-    """What every step needs, beside this process, which goes on."""
+    """Start compiling the kernels that every step needs, in child processes."""
     major, minor = torch.cuda.get_device_capability(device)
-    target = GPUTarget("cuda", 10 * major + minor, 32)  # as Triton's driver says, once it runs
+    target = GPUTarget("cuda", 10 * major + minor, 32)  # the same as Triton's driver reports once it runs
     return Compiling(first_calls(spec, dtype, block_size, torch.device("meta")), target)
 
 
@@ -83,18 +83,18 @@ def make_cuda_runner(
 
 
 def _reserved_for_graphs(needed: int, step_tokens: int, max_num_seqs: int) -> int:
-    """They have a pool of their own, which takes what the step of most rows takes; and the driver keeps something."""
+    """Return the bytes of the graphs' own memory pool, as large as the largest decode step needs, and of the driver."""
     num_graphs = 4 * len(graph_sizes(max_num_seqs))  # with and without parts, with and without siblings
     return needed * max_num_seqs // step_tokens + GRAPH_BYTES * num_graphs
 
 
 def _reserved_for_rare(spec: ModelSpec, max_num_seqs: int) -> int:
-    """What penalties keep, and what they and logprobs take for a moment: a number for every token of every row."""
+    """Return the bytes of penalty counts and of temporaries for logprobs: three numbers per row and token."""
     return 3 * 4 * max_num_seqs * spec.vocab_size
 
 
 def default_step_tokens(spec: ModelSpec) -> int:
-    """A power of two, by the arithmetic of a token: 16,384 for a model of a billion weights, 8,192 for eight."""
+    """Return a power of two by the arithmetic per token: 16,384 for a model of 1 billion weights, 8,192 for 8."""
     num_weights = sum(math.prod(shape) for name, shape in expected_tensors(spec).items() if "layers" in name)
     fitting = int(STEP_S * PRODUCT_RATE / (2 * num_weights))
     low, high = STEP_TOKENS
@@ -104,20 +104,20 @@ def default_step_tokens(spec: ModelSpec) -> int:
 def measure_step(
     model: LlamaModel, block_size: int, dtype: torch.dtype, step_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Bytes that the largest step takes while it runs: everyone's prompt, and a token for each.
+    """Return the bytes that the largest step takes while it runs: a prompt for each sequence, and a sampled token.
 
-    Run on a pool of its own, just large enough, which is given back.
+    Runs on its own pool, just large enough, which is freed afterwards.
     """
     device = model.embedding.device
     torch.cuda.synchronize(device)
     base = torch.cuda.memory_allocated(device)
     length = max(min(-(-step_tokens // max_num_seqs), max_model_len), 1)
-    table = range(1, 1 - (-length // block_size))  # everyone's: what they read does not matter
+    table = range(1, 1 - (-length // block_size))  # shared by all rows: the content does not matter
     store = KVStore(model.spec, len(table) + 1, block_size, dtype, device)
     runner = CudaRunner(model, store, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = (0,) * length
-    for start, count in ((0, length), (length - 1, 1)):  # a prompt each, and its last token again: a decode
+    for start, count in ((0, length), (length - 1, 1)):  # a prompt each, then its last token again as a decode
         slices = tuple(
             SeqSlice(
                 request_id=batch_index,
@@ -141,4 +141,4 @@ def measure_step(
     runner.close()
     del runner, store
     torch.cuda.empty_cache()
-    return math.ceil(1.1 * (peak - base))  # fragments
+    return math.ceil(1.1 * (peak - base))  # 10 % for fragmentation

@@ -1,7 +1,8 @@
-"""Runs step plans on a GPU: inputs go down in one copy, a pass runs in our own kernels or as a CUDA graph, results come
-back in one copy. In the ordinary way only `collect` waits for the device, so the host plans the next step meanwhile.
+"""Runs step plans on a GPU.
 
-The last sampled token of every batch index stays on the device, where the next step finds it.
+Inputs are sent in one copy, the pass runs in our kernels or as a CUDA graph, and results come back in one copy.
+Normally only `collect` waits for the device, so the host plans the next step in the meantime. The last sampled token of
+every batch index stays on the device, where the next step reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from quire.backends.base import Capacity, RunnerFacts, TokenMasks
 from quire.backends.sampling import BLOCKED, BROKEN, PROMPT_ROWS, join_prompt_logprobs
 from quire.backends.torch.attention_work import MIN_SIBLINGS, Sizes
-from quire.backends.torch.device_sampling import DeviceSampler, Wishes, fill_params, rank_prompt
+from quire.backends.torch.device_sampling import DeviceSampler, SpecialRows, fill_params, rank_prompt
 from quire.backends.torch.fused import DeviceState, FusedPass
 from quire.backends.torch.graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from quire.backends.torch.inputs import BlockTables, Layout, Staging, Step, StepInputs, arrange
@@ -38,27 +39,27 @@ from quire.errors import InvariantViolation
 
 # T rows of the batch, S rows that sample, E hidden size, V vocabulary
 
-PROGRAMS = 4  # of one row each, that keep a multiprocessor busy
-WIDE_PROGRAMS = 2  # of many
+PROGRAMS = 4  # programs of one row each that keep a multiprocessor busy
+WIDE_PROGRAMS = 2  # programs of many rows each that do
 MIN_PARTS = 4096
-POLL_S = 0.01  # how long to wait at a time for what is compiled beside us
-NO_MEMORY = "out of memory on the device, alone as well: a shorter prompt, or smaller steps, may fit"
+POLL_S = 0.01  # interval of polling the compiler processes
+NO_MEMORY = "out of memory on the device, even without other requests: a shorter prompt or smaller steps may fit"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One forward pass of a step, on its way. A step has more than one only after it ran out of memory."""
+    """One forward pass in flight. A step has more than one only after it ran out of memory."""
 
     step: Step
-    places: tuple[int, ...]  # which slices of the step sample
-    wishes: Wishes
+    places: tuple[int, ...]  # indices of the step's slices that sample
+    special_rows: SpecialRows
     logits: Tensor | None  # [S, V]
-    sampled: _Sampled | None  # what the sampling kernels read
-    sound: Tensor | None  # [slices]: whether the last hidden state of each is made of numbers
+    sampled: _Sampled | None  # inputs of the sampling kernels
+    sound: Tensor | None  # [slices]: whether the last hidden state of each is finite
     prompts: list[tuple[int, int, tuple[int, ...], Logprobs]]  # index in the plan, first position, tokens, their ranks
-    results: Tensor | None = None  # on the host, once they are here: tokens, flags, soundness
+    results: Tensor | None = None  # on the host, after the copy: tokens, flags, soundness
     logprobs: Logprobs | None = None
 
 
@@ -123,14 +124,14 @@ class CudaRunner:
         )
         self._staging = Staging(device)
         self._sampler = DeviceSampler(spec.vocab_size, max_num_seqs, device)
-        # Of all graphs: sampling has read it when the next one runs.
+        # Shared by all graphs: sampling has read it before the next graph runs.
         self._graph_logits = torch.empty(max_num_seqs, spec.vocab_size, dtype=store.dtype, device=device)
         self._graphs = DecodeGraphs(graph_sizes(max_num_seqs), self._room, self._run_graph, self._may_capture, device)
         self._later: Compiling | None = None
         self._forwarded: _InFlight | None = None
         self._steps: deque[_InFlight] = deque()
         self._spare_results: list[Tensor] = []
-        if self._stream is not None:  # what was made above is written on another stream
+        if self._stream is not None:  # the tensors above were written on another stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def capacity(self) -> Capacity:
@@ -148,11 +149,11 @@ class CudaRunner:
         )
 
     def use_threads(self, num_threads: int) -> None:
-        """The host's threads do not compute here."""
+        """No effect: host threads do not compute here."""
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Graphs of few rows have kernels of their own: they are compiled beside us first, then all are captured."""
+        """Compile kernels for graphs of few rows in child processes first, then capture the graphs."""
         if not self._may_capture():
             time.sleep(POLL_S)
             return True
@@ -180,18 +181,18 @@ class CudaRunner:
             self._forwarded = self._launch(plan.slices, indices)
 
     def _launch(self, slices: Sequence[SeqSlice], indices: Sequence[int]) -> _InFlight:
-        """In one pass; where memory runs out, once more in halves. Only what does not fit even so fails."""
+        """Run in one pass. If memory runs out, run again in halves; only slices that do not fit even then fail."""
         try:
             return _InFlight([self._pass(slices, indices)], len(slices), {})
         except torch.OutOfMemoryError:
-            log.warning("out of memory in a step of %d requests: again, in halves", len(slices))
+            log.warning("out of memory in a step of %d requests: repeating it in halves", len(slices))
         passes: list[_Pass] = []
         failures: dict[int, str] = {}
         for some, where in _halves(slices, indices):
             self._tables.forget()
             _free_memory()
             try:
-                passes.append(self._pass(some, where, has_graphs=False))  # two would share their place for logits
+                passes.append(self._pass(some, where, has_graphs=False))  # graphs would share one logits buffer
             except torch.OutOfMemoryError:
                 failures |= dict.fromkeys(where, NO_MEMORY)
         return _InFlight(passes, len(slices), failures)
@@ -214,7 +215,7 @@ class CudaRunner:
         pieces[2][:] = step.last_rows[list(places)]
         rows = [step.slices[place] for place in places]
         pieces[3][:] = [piece.batch_index for piece in rows]
-        wishes = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
+        special_rows = fill_params(pieces[4].view(np.float32).reshape(-1, NUM_PARAMS), rows)
         device = self._target(total, graph)
         self._staging.send(total, device)
         tail = device[layout.size : total].split(sizes)  # type: ignore[no-untyped-call]
@@ -233,19 +234,19 @@ class CudaRunner:
             logits, sound, prompts = self._graph_logits[:num_sampled], None, []
         sampled = None
         if places:
-            last_tokens = self._last_tokens(layout.carve(device), tail[2]) if wishes.is_changed else tail[3]
+            last_tokens = self._last_tokens(layout.carve(device), tail[2]) if special_rows.is_changed else tail[3]
             params = tail[4].view(torch.float32).view(-1, NUM_PARAMS)
             sampled = _Sampled(params, tail[3], last_tokens)
-        return _Pass(step, places, wishes, logits, sampled, sound, prompts)
+        return _Pass(step, places, special_rows, logits, sampled, sound, prompts)
 
     def _target(self, size: int, graph: DecodeGraph | None) -> Tensor:
-        """Where the inputs go: a graph reads them from a place of its own."""
+        """Return the buffer for the inputs: a graph reads them from its own."""
         if graph is not None and size <= len(self._graphs.inputs):
             return self._graphs.inputs
         return torch.empty(size, dtype=torch.int32, device=self.store.device)
 
     def _graph(self, step: Step) -> DecodeGraph | None:
-        """None where something is asked of a row that a graph does not do: nothing, or what it thinks of a prompt."""
+        """Return the graph for a step, or None if a row does what no graph does: no sampling, or prompt logprobs."""
         if not step.is_decode or not all(piece.wants_token for piece in step.slices):
             return None
         if any(piece.sampling.prompt_logprobs is not None and _is_in_prompt(piece) for piece in step.slices):
@@ -253,7 +254,7 @@ class CudaRunner:
         return self._graphs.find(step.layout, has_parts=step.work.num_merged > 0)
 
     def _room(self, num_rows: int, is_wide: bool) -> Layout:
-        """What a graph must hold: `work` cuts so that there are never more items than this."""
+        """Return the sizes a graph must hold: `attention_work` never makes more items than this."""
         sizes = self._sizes
         num_narrow = num_rows + sizes.target // sizes.num_kv_heads + 1
         num_tiles = 2 * -(-num_rows // min(sizes.rows_per_item, MIN_SIBLINGS))
@@ -272,7 +273,7 @@ class CudaRunner:
         return torch.where(tokens < 0, self._state.last_samples[inputs.batch_indices[rows]], tokens)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[int, int, tuple[int, ...], Logprobs]]:
-        """The prompt tokens that follow a slice's positions: the logits of one position are about the next."""
+        """Return logprobs of the prompt tokens after a slice's positions: a position's logits predict the next."""
         found = []
         for place, piece in enumerate(step.slices):
             if piece.sampling.prompt_logprobs is None:
@@ -312,7 +313,7 @@ class CudaRunner:
             one.logprobs = self._sampler.sample(
                 one.logits,
                 rows,
-                one.wishes,
+                one.special_rows,
                 one.sampled.params,
                 one.sampled.batch_indices,
                 one.sampled.last_tokens,
@@ -327,10 +328,10 @@ class CudaRunner:
         one.results[: out.numel()].copy_(out.view(-1), non_blocking=True)
 
     def _take_results(self, width: int) -> Tensor:
-        """Flat: a copy into part of a matrix would go through other memory, and wait."""
+        """Return a flat host buffer: a copy into part of a matrix would go through other memory, and wait."""
         while self._spare_results:
             if len(spare := self._spare_results.pop()) >= 3 * width:
-                return spare  # those that are too short are dropped, or they would gather
+                return spare  # buffers that are too short are dropped, so that they do not accumulate
         return torch.empty(max(6 * width, 256), dtype=torch.int32, pin_memory=self._is_cuda)
 
     # Results
@@ -384,7 +385,7 @@ class CudaRunner:
                 failures.setdefault(index, BROKEN if flags[row] & 1 else BLOCKED)
 
     def _purge(self, step: _InFlight) -> None:
-        """After everything that is under way, which may still read those blocks."""
+        """Purge blocks after all work in flight, which may still read them."""
         with self._on_stream():
             for one in step.passes:
                 for place, piece in enumerate(one.step.slices):
@@ -392,7 +393,7 @@ class CudaRunner:
                         self.store.purge(piece.block_table)
 
     def abandon(self) -> None:
-        """Forget a pass that raised, so that the next plan can run."""
+        """Discard a pass that raised, so that the next plan can run."""
         self._forwarded = None
         self._tables.forget()
 
@@ -411,7 +412,7 @@ class CudaRunner:
 
 
 def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Sequence[SeqSlice], Sequence[int]]]:
-    """About the same number of tokens each. A slice that is alone is cut in two: its second half sees the first."""
+    """Split into halves of about equal tokens. A single slice is cut in two: its second half reads the first."""
     if len(slices) > 1:
         total, half, cut = sum(piece.length for piece in slices), 0, 0
         while half * 2 < total and cut < len(slices) - 1:
@@ -428,7 +429,7 @@ def _halves(slices: Sequence[SeqSlice], indices: Sequence[int]) -> list[tuple[Se
 
 
 def _is_in_prompt(piece: SeqSlice) -> bool:
-    """A prompt token follows its first position."""
+    """Return whether a prompt token follows the first position of this slice."""
     return piece.start + 1 < piece.num_prompt_tokens
 
 

@@ -1,8 +1,8 @@
-"""Sampling on a GPU, for the whole batch at once: the host says in one small copy what rows ask for, and never waits.
+"""Sampling on a GPU for the whole batch at once. The host sends all parameters in one small copy and never waits.
 
-All rows are sampled from the model's own logits. Those whose logits must be changed first (penalties, bias, forbidden
-tokens) are then sampled again, from changed copies. So a row takes the same way whatever its neighbours ask for, and
-the model's own logits are still there to report logprobs from.
+All rows are sampled from the model's own logits. Rows whose logits must be changed first (penalties, bias, forbidden
+tokens) are then sampled again from changed copies. A row is therefore computed in the same way whatever the other rows
+need, and the model's own logits remain available for logprobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 _NEVER = float("-inf")
 _NO_FLOOR = (0.0, 0.0, 1.0)  # min-p, top-k, top-p
 
-_KINDS = (  # of requests, each with kernels of its own; the last is the first to be prepared
+_KINDS = (  # kinds of requests that have their own kernels; the last is prepared first
     SamplingParams(logit_bias={0: 1.0}, top_p=0.5),
     SamplingParams(logit_bias={0: 1.0}),
     SamplingParams(top_p=0.5),
@@ -41,11 +41,11 @@ _KINDS = (  # of requests, each with kernels of its own; the last is the first t
 )
 
 
-class Wishes(NamedTuple):
-    """What the rows of a step ask for beyond a temperature."""
+class SpecialRows(NamedTuple):
+    """Rows of a step that need more than a temperature."""
 
-    floored: tuple[int, ...]  # rows with a min-p, top-k or top-p
-    changed: tuple[int, ...]  # rows with a penalty, a bias or a token that is forbidden for now
+    floored: tuple[int, ...]  # rows with min-p, top-k or top-p
+    changed: tuple[int, ...]  # rows with a penalty, a bias or tokens that are forbidden at the moment
     reported: tuple[int, ...]  # rows that report logprobs
 
     @property
@@ -53,8 +53,8 @@ class Wishes(NamedTuple):
         return bool(self.changed)
 
 
-def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> Wishes:
-    """Write what the kernels read about each row into out [S, NUM_PARAMS]. Every step does this: it must be quick."""
+def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> SpecialRows:
+    """Write each row's parameters for the kernels to out [S, NUM_PARAMS]. Runs every step, so it must be fast."""
     temperatures: list[float] = []
     draws: list[float] = []
     floors: list[tuple[float, float, float]] = []
@@ -80,7 +80,7 @@ def fill_params(out: NDArray[np.float32], rows: Sequence[SeqSlice]) -> Wishes:
     out[:, 4] = draws
     if floored:
         out[floored, 1:4] = floors
-    return Wishes(tuple(floored), tuple(changed), tuple(reported))
+    return SpecialRows(tuple(floored), tuple(changed), tuple(reported))
 
 
 class DeviceSampler:
@@ -100,24 +100,24 @@ class DeviceSampler:
         self._edits.release(batch_indices)
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """Compile the kernels for one more kind of request, before one comes. False: there is none left."""
+        """Compile the kernels for one more kind of request in advance. Returns False if none is left."""
         if not self._unprepared:
             return False
         rows = [SeqSlice(0, 0, 0, (0,), 0, 1, (), (0,), True, self._unprepared.pop(), 1)]
         host = np.empty((1, NUM_PARAMS), np.float32)
-        wishes = fill_params(host, rows)
+        special_rows = fill_params(host, rows)
         logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
         out = torch.empty((2, 1), dtype=torch.int32, device=self._device)
         params = torch.from_numpy(host).to(self._device)
-        self.sample(logits, rows, wishes, params, zero, zero, torch.empty_like(zero), None, out)
+        self.sample(logits, rows, special_rows, params, zero, zero, torch.empty_like(zero), None, out)
         return True
 
     def sample(
         self,
         logits: Tensor,
         rows: Sequence[SeqSlice],
-        wishes: Wishes,
+        special_rows: SpecialRows,
         params: Tensor,
         batch_indices: Tensor,
         last_tokens: Tensor,
@@ -125,7 +125,9 @@ class DeviceSampler:
         masks: TokenMasks | None,
         out: Tensor,
     ) -> Logprobs | None:
-        """Enqueue: tokens to out[0, :S] and last_samples[batch_indices], flags to out[1, :S] (1: broken, 2: blocked).
+        """Enqueue sampling. Writes tokens to out[0, :S] and last_samples[batch_indices], flags to out[1, :S].
+
+        Flags: 1 broken, 2 blocked.
 
         logits [S, V] bf16 or fp32, params [S, NUM_PARAMS] fp32 as `fill_params` wrote them, batch_indices [S],
         last_tokens [S] (of each row's context), last_samples [max_num_seqs], out [2 or more, S or more] int32:
@@ -133,15 +135,15 @@ class DeviceSampler:
         """
         masks = masks or {}
         masked = [row for row, piece in enumerate(rows) if piece.batch_index in masks] if masks else []
-        changed = tuple(sorted({*wishes.changed, *masked})) if wishes.changed else masked
-        num_floored = len(wishes.floored)
-        num_changed_floored = len(set(wishes.floored).intersection(changed)) if changed else 0
+        changed = tuple(sorted({*special_rows.changed, *masked})) if special_rows.changed else masked
+        num_floored = len(special_rows.floored)
+        num_changed_floored = len(set(special_rows.floored).intersection(changed)) if changed else 0
         choose(
             logits, self._all_rows, params, batch_indices, last_samples, out, self._scratch,
             has_floor=num_floored > num_changed_floored, is_changed=False,
         )  # fmt: skip
         if changed:
-            if wishes.changed:
+            if special_rows.changed:
                 where, altered = self._change(logits, rows, changed, last_tokens, masks)
             else:
                 where, altered = self._mask(logits, rows, masked, masks)
@@ -149,17 +151,17 @@ class DeviceSampler:
                 altered, where, params, batch_indices, last_samples, out, self._scratch,
                 has_floor=num_changed_floored > 0, is_changed=True,
             )  # fmt: skip
-        if not wishes.reported:
+        if not special_rows.reported:
             return None
-        (where,) = _send([np.array(wishes.reported, np.int32)], self._device)
-        top = tuple(rows[row].sampling.logprobs or 0 for row in wishes.reported)
+        (where,) = _send([np.array(special_rows.reported, np.int32)], self._device)
+        top = tuple(rows[row].sampling.logprobs or 0 for row in special_rows.reported)
         raw = logits.index_select(0, where).float()
-        return _to_host(rank(raw, out[0].index_select(0, where).long(), wishes.reported, top))
+        return _to_host(rank(raw, out[0].index_select(0, where).long(), special_rows.reported, top))
 
     def _mask(
         self, logits: Tensor, rows: Sequence[SeqSlice], masked: Sequence[int], masks: TokenMasks
     ) -> tuple[Tensor, Tensor]:
-        """As `_change`, where masks are all there is: every step of many answers by a grammar takes this way."""
+        """Like `_change` for rows that only have masks, as in most steps with grammars."""
         count = len(masked)
         where, batch_indices, mask_rows, penalties = _send(
             (
@@ -181,10 +183,10 @@ class DeviceSampler:
         last_tokens: Tensor,
         masks: TokenMasks,
     ) -> tuple[Tensor, Tensor]:
-        """Which rows [R], and their logits [R, V] after penalties, bias and forbidden tokens, in fp32."""
+        """Return row indices [R], and their logits [R, V] in fp32 after penalties, bias and forbidden tokens."""
         pieces = [rows[row] for row in changed]
         counted = [piece.batch_index if is_penalised(piece) else -1 for piece in pieces]
-        news = self._counts.catch_up([(row, rows[row]) for row in changed if is_penalised(rows[row])])
+        update = self._counts.find_new_tokens([(row, rows[row]) for row in changed if is_penalised(rows[row])])
         edits = self._edits.join(pieces)
         where, batch_indices, mask_rows, penalties, resets, *entries, places, tokens, values = _send(
             (
@@ -192,7 +194,7 @@ class DeviceSampler:
                 np.array(counted, np.int32),
                 np.array(_mask_rows(pieces, masks), np.int32),
                 np.array([_penalties(piece) for piece in pieces], np.float32).ravel(),
-                *(np.array(numbers, np.int32) for numbers in news),
+                *(np.array(numbers, np.int32) for numbers in update),
                 *edits,
             ),
             self._device,
@@ -204,61 +206,61 @@ class DeviceSampler:
         return where, altered
 
     def _send_masks(self, pieces: Sequence[SeqSlice], masks: TokenMasks) -> Tensor:
-        """[masks, bytes], in the order of the rows that have one."""
+        """Return masks [masks, bytes] on the device, in the order of the rows that have one."""
         found = [masks[piece.batch_index] for piece in pieces if piece.batch_index in masks]
         if not found:
             return self._no_masks
         num_bytes = self._no_masks.shape[1]
         host = torch.empty((len(found), num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        for row, mask in zip(host.numpy(), found, strict=True):  # one copy: joined first, it would be two
+        for row, mask in zip(host.numpy(), found, strict=True):  # a single copy; joining first would make two
             row[:] = np.frombuffer(mask, np.uint8)
         return host.to(self._device, non_blocking=True)
 
 
-class _News(NamedTuple):
-    """What the counts on the device have to learn: batch indices to begin anew, then tokens to count, side by side."""
+class _CountUpdate(NamedTuple):
+    """Changes to the counts on the device: batch indices to reset, then parallel lists of tokens to count."""
 
     resets: list[int]
     batch_indices: list[int]
-    tokens: list[int]  # -1 - row: the last token of that row, which only the device knows
+    tokens: list[int]  # -1 - row: the last token of that row, which is only on the device
     is_prompt: list[int]
 
 
 class _TokenCounts:
-    """How often each token is in the answer of each batch index's request, and whether it is in its prompt."""
+    """Counts of each token in the answer at each batch index, and whether it is in the prompt."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._counts: Tensor | None = None  # [max_num_seqs, V] int32: not before someone has a penalty
-        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # of each batch index: whose tokens, and how many
+        self._counts: Tensor | None = None  # [max_num_seqs, V] int32, allocated for the first request with a penalty
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}  # by batch index: request and tokens counted
 
     def release(self, batch_indices: Sequence[int]) -> None:
         for batch_index in batch_indices:
             self._counted.pop(batch_index, None)
 
-    def catch_up(self, rows: Sequence[tuple[int, SeqSlice]]) -> _News:
-        """What is new since these rows were last here."""
-        news = _News([], [], [], [])
+    def find_new_tokens(self, rows: Sequence[tuple[int, SeqSlice]]) -> _CountUpdate:
+        """Return the tokens that were added since these rows were last counted."""
+        update = _CountUpdate([], [], [], [])
         for row, piece in rows:
             owner = (piece.request_id, piece.epoch)
             last_owner, num_counted = self._counted.get(piece.batch_index, (None, 0))
             if last_owner != owner:
-                news.resets.append(piece.batch_index)
+                update.resets.append(piece.batch_index)
                 num_counted = 0
             end = piece.start + piece.length
             tokens = list(piece.history[num_counted:end])
-            if num_counted + len(tokens) < end:  # sampled in the step before, not yet told to the scheduler
+            if num_counted + len(tokens) < end:  # sampled in the previous step, not yet known to the scheduler
                 tokens.append(-1 - row)
             num_prompt = min(max(piece.num_prompt_tokens - num_counted, 0), len(tokens))
-            news.batch_indices.extend([piece.batch_index] * len(tokens))
-            news.tokens.extend(tokens)
-            news.is_prompt.extend([1] * num_prompt + [0] * (len(tokens) - num_prompt))
+            update.batch_indices.extend([piece.batch_index] * len(tokens))
+            update.tokens.extend(tokens)
+            update.is_prompt.extend([1] * num_prompt + [0] * (len(tokens) - num_prompt))
             self._counted[piece.batch_index] = (owner, end)
-        return news
+        return update
 
     def update(self, resets: Tensor, entries: Sequence[Tensor], last_tokens: Tensor) -> Tensor:
-        """The counts [max_num_seqs, V] with the news in them."""
+        """Apply the changes and return the counts [max_num_seqs, V]."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         if resets.shape[0]:
@@ -270,7 +272,7 @@ class _TokenCounts:
 
 
 class _Edits:
-    """What is to be added to single logits. Those of a request stay the same: made once, joined every step."""
+    """Values added to single logits. They are computed once per request and joined in every step."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[SamplingParams, bool, Ints, Floats]] = {}  # by batch index
@@ -280,7 +282,7 @@ class _Edits:
             self._known.pop(batch_index, None)
 
     def join(self, pieces: Sequence[SeqSlice]) -> tuple[Ints, Ints, Floats]:
-        """[place in R, token] += value, as three arrays."""
+        """Return three arrays for [place in R, token] += value."""
         found = [self._of(piece) for piece in pieces]
         places = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(tokens) for tokens, _ in found])
         return places, np.concatenate([tokens for tokens, _ in found]), np.concatenate([values for _, values in found])
@@ -298,7 +300,7 @@ class _Edits:
 
 
 def _mask_rows(pieces: Sequence[SeqSlice], masks: TokenMasks) -> list[int]:
-    """Which of the masks sent belongs to each; -1: none."""
+    """Return the index of each row's mask among those sent, or -1."""
     numbers = itertools.count()
     return [next(numbers) if piece.batch_index in masks else -1 for piece in pieces]
 
@@ -309,16 +311,17 @@ def _penalties(piece: SeqSlice) -> tuple[float, float, float]:
 
 
 def rank_prompt(raw: Tensor, tokens: Sequence[int], count: int) -> Logprobs:
-    """What the model thought of given tokens: raw logits [N, V] of the positions before them.
+    """Rank given tokens by raw logits [N, V] of the positions before them.
 
-    The result is on its way, as with `DeviceSampler.sample`: `read_logprobs(it, tokens)` once the device is past this.
+    The result is copied asynchronously, as in `DeviceSampler.sample`: after the device has finished this step, use
+    `read_logprobs(result, tokens)`.
     """
     (chosen,) = _send([np.array(tokens, np.int32)], raw.device)
     return _to_host(rank(raw.float(), chosen.long(), tuple(range(len(tokens))), (count,) * len(tokens)))
 
 
 def _send(arrays: Sequence[NDArray[np.int32] | NDArray[np.float32]], device: torch.device) -> list[Tensor]:
-    """One copy for all of them, from memory that the device can fetch from by itself: the host does not wait."""
+    """Send all arrays in one copy from pinned memory: the host does not wait."""
     sizes = [array.size for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     np.concatenate([array.view(np.int32) for array in arrays], out=host.numpy())
@@ -330,7 +333,7 @@ def _send(arrays: Sequence[NDArray[np.int32] | NDArray[np.float32]], device: tor
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:
-    """Under way to memory of the host; read when the step is collected."""
+    """Start copying to host memory. The copy is complete when the step is collected."""
     return Logprobs(
         logprobs.rows,
         logprobs.counts,

@@ -1,4 +1,4 @@
-"""A forward pass in kernels of our own, on the device's own copy of the step's inputs."""
+"""A forward pass in our own kernels, over the device's copy of the step's inputs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from quire.weights.spec import Activation
 
 
 class DeviceState(NamedTuple):
-    """What stays on the device from step to step."""
+    """State that stays on the device between steps."""
 
     store: KVStore
     tables: Tensor  # [batch_indices, most blocks] int32
     last_samples: Tensor  # [batch_indices] int32
     parts: Parts
-    tilings: tuple[Tiling, Tiling]  # of items of one row, and of many
+    tilings: tuple[Tiling, Tiling]  # for items of one row, and of many
 
 
 class FusedPass:
     def __init__(self, inputs: StepInputs, state: DeviceState, *, num_merged: int, is_graph: bool) -> None:
         self._inputs = inputs
         self._state = state
-        self._num_merged = num_merged  # rows, from the first, of which some may be split over several items
-        self._is_graph = is_graph  # recorded: products may have kernels of their own, compiled by then
+        self._num_merged = num_merged  # leading rows, some of which may be split over several items
+        self._is_graph = is_graph  # being captured: products may use special kernels, which are compiled by then
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
         return embed(self._inputs.tokens, self._inputs.batch_indices, self._state.last_samples, embedding, scale)

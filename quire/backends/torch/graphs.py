@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: hundreds of launches recorded once and replayed as one.
 
-A graph has one batch size and one place in memory for its inputs; a batch takes the smallest that holds it, the rows
-beyond it being padding that writes nothing. They are captured after the server is ready, one at a time, when nothing
-else is to be done (`Runner.prepare`), or when a size was missed often under load that never ends. The largest first:
-all share one pool of memory, and what the largest needs, the others find there.
+A graph has one batch size and one input buffer. A batch uses the smallest graph that holds it; the remaining rows are
+padding that writes nothing. Graphs are captured after the server is ready, one at a time, when the worker is idle
+(`Runner.prepare`), or, under constant load, when a size was missed often. The largest is captured first: all graphs
+share one memory pool, so the others fit in the memory of the largest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from quire.backends.torch.inputs import Layout, StepInputs
 
-SAMPLED = 32  # numbers a row that go down with a step beside its inputs, but for long tables, which go apart
-WHOLE_SIZE = 48  # from here on contexts are seldom split, and a graph without the merge is worth its capture
-MAX_MISSES = 16  # steps of a size without a graph before it is captured though others wait
+SAMPLED = 32  # numbers per row sent with the inputs of a step for sampling; long tables are sent separately
+WHOLE_SIZE = 48  # from this size on contexts are rarely split, and a graph without the merge is worth its capture
+MAX_MISSES = 16  # steps of a size without a graph before it is captured although requests wait
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Recording(Protocol):
 
 class Kind(NamedTuple):
     size: int
-    is_wide: bool  # siblings share a head
-    has_parts: bool  # a row's keys may be split: long contexts, or few of them
+    is_wide: bool  # siblings share a prefix
+    has_parts: bool  # a row's keys may be split, because contexts are long or few
 
 
 class DecodeGraph(NamedTuple):
@@ -41,16 +41,17 @@ class DecodeGraph(NamedTuple):
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two, then steps of 16, 32 and 128: padding costs little, and each takes a moment to capture."""
+    """Return powers of two, then steps of 16, 32 and 128: padding costs little, and each capture takes time."""
     sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(384, max_num_seqs, 128)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class DecodeGraphs:
-    """`run` computes the logits of all rows of its inputs into a place that all graphs share, and merges parts or not.
+    """The captured graphs, by kind.
 
-    `room` says how many items of a size there may be; `may_capture`, whether the kernels that only graphs use are
-    compiled.
+    `run` computes the logits of all rows of its inputs into a buffer that all graphs share, with or without merging
+    parts. `room` returns how many items a size may have. `may_capture` returns whether the kernels that only graphs use
+    are compiled.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class DecodeGraphs:
         self._may_capture = may_capture
         self._device = device
         most = max(room(sizes[-1], True).size, room(sizes[-1], False).size)
-        # What sampling reads comes along behind them, and stays where it is until the next step.
+        # The inputs of sampling follow in the same buffer and stay valid until the next step.
         self.inputs = torch.zeros(most + SAMPLED * sizes[-1], dtype=torch.int32, device=device)
-        self._graphs: dict[Kind, DecodeGraph | None] = {}  # None: it could not be captured
+        self._graphs: dict[Kind, DecodeGraph | None] = {}  # None: capturing failed
         self._misses: Counter[Kind] = Counter()
         self._pool: Any = None
 
     def find(self, layout: Layout, *, has_parts: bool) -> DecodeGraph | None:
-        """The graph for a step of decodes; None: it must run without."""
+        """Return the graph for a step of decodes, or None if it must run without one."""
         size = next((size for size in self._sizes if size >= layout.num_rows), None)
         if size is None:
             return None
@@ -90,7 +91,7 @@ class DecodeGraphs:
         return graph if graph is not None and graph.layout.holds(layout) else None
 
     def prepare(self) -> bool:
-        """Capture the largest one that is missing. Those for siblings come when siblings do."""
+        """Capture the largest missing graph. Those for siblings are captured once siblings occur."""
         for size in reversed(self._sizes):
             for has_parts in (True, False) if size >= WHOLE_SIZE else (True,):
                 if (kind := Kind(size, False, has_parts)) not in self._graphs:
@@ -110,15 +111,15 @@ class DecodeGraphs:
         graph = None
         run = partial(self._run, inputs, kind.has_parts)
         try:
-            graph = DecodeGraph(layout, self._record(run) if self._device.type == "cuda" else _Again(run))
-        except Exception as error:  # out of memory, for one: steps of this kind run without
+            graph = DecodeGraph(layout, self._record(run) if self._device.type == "cuda" else _Repeat(run))
+        except Exception as error:  # for example out of memory: steps of this kind run without a graph
             log.warning("a graph of %d rows was not captured: %s", kind.size, error)
         self._graphs[kind] = graph
         return graph
 
     def _record(self, run: Callable[[], None]) -> Recording:
-        """Not `torch.cuda.graph`, which collects garbage and waits for the device: that would hold everyone up."""
-        run()  # once as it is: what has to be compiled or loaded must be before the recording
+        """Capture a graph without `torch.cuda.graph`, which collects garbage and waits for the device: a long delay."""
+        run()  # once without recording: everything must be compiled and loaded before
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -130,8 +131,8 @@ class DecodeGraphs:
         return graph
 
 
-class _Again:
-    """What stands for a graph where there is no CUDA: the same work on the same memory, done again."""
+class _Repeat:
+    """Replaces a graph where there is no CUDA: repeats the same work on the same memory."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""From a step plan to the numbers its kernels read, written on the host and sent in one copy."""
+"""Turns a step plan into the arrays that its kernels read, written on the host and sent in one copy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.backends.torch.attention_work import Ints, Prompt, Sizes, Work, find_
 from quire.core.step import SeqSlice
 
 ITEM_FIELDS = 6
-_ALIGN = 16  # int32: every array begins at a multiple of 64 bytes, so that no kernel is compiled for odd addresses
+_ALIGN = 16  # int32: arrays start at multiples of 64 bytes, so that no kernel is compiled for unaligned addresses
 
 
 class Layout(NamedTuple):
-    """How many of each there are, or in a CUDA graph may be."""
+    """The number of rows and items, or their maximum in a CUDA graph."""
 
     num_rows: int
     num_narrow: int
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return rows, rows, rows, rows + 1, self.num_narrow * ITEM_FIELDS, self.num_wide * ITEM_FIELDS
 
     def carve(self, flat: Any) -> StepInputs:
-        """The arrays in one flat buffer, a tensor or an array of numpy."""
+        """Return the arrays within one flat buffer, a tensor or a numpy array."""
         pieces, at = [], 0
         for length in self._lengths():
             pieces.append(flat[at : at + length])
@@ -55,10 +55,10 @@ class Layout(NamedTuple):
 class StepInputs(NamedTuple):
     """int32, on the host or on the device. T rows."""
 
-    tokens: Any  # [T]; -1: the last sample of its batch index
+    tokens: Any  # [T]; -1: the last sample of the row's batch index
     positions: Any  # [T]
-    batch_indices: Any  # [T]; -1: a row of padding
-    first_parts: Any  # [T + 1]: see `work`
+    batch_indices: Any  # [T]; -1: a padding row
+    first_parts: Any  # [T + 1]: see `attention_work`
     narrow: Any  # [items, ITEM_FIELDS]
     wide: Any  # [items, ITEM_FIELDS]
 
@@ -68,12 +68,12 @@ def _padded(length: int) -> int:
 
 
 class Step(NamedTuple):
-    """A plan in the order of its rows: decodes first, siblings side by side, then prompts."""
+    """A plan in row order: decodes first, siblings side by side, then prompts."""
 
     slices: tuple[SeqSlice, ...]
-    order: tuple[int, ...]  # which slice of the plan each of them is
-    last_rows: Ints  # of each slice
-    starts: Ints  # of the decodes: their position
+    order: tuple[int, ...]  # index of each slice in the plan
+    last_rows: Ints  # last row of each slice
+    starts: Ints  # positions of the decodes
     batch_indices: Ints
     work: Work
 
@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Every row is another sequence's next token."""
+        """Whether every row is the next token of a different sequence."""
         return len(self.starts) == len(self.slices)
 
     @property
@@ -91,7 +91,7 @@ class Step(NamedTuple):
         return Layout(len(self.work.first_parts) - 1, len(self.work.narrow), len(self.work.wide))
 
     def write(self, inputs: StepInputs) -> None:
-        """Into arrays that may be longer: what is beyond is padding."""
+        """Write into arrays that may be longer; the rest is padding."""
         count = self.num_decodes
         inputs.positions[:count], inputs.batch_indices[:count] = self.starts, self.batch_indices
         inputs.tokens[:count] = [piece.tokens[0] if piece.tokens else -1 for piece in self.slices[:count]]
@@ -106,11 +106,11 @@ class Step(NamedTuple):
         inputs.first_parts[: row + 1], inputs.first_parts[row + 1 :] = self.work.first_parts, self.work.first_parts[-1]
         for items, found in ((inputs.narrow, self.work.narrow), (inputs.wide, self.work.wide)):
             items[: len(found)] = found
-            items[len(found) :, 1] = 0  # of no rows
+            items[len(found) :, 1] = 0  # items without rows
 
 
 def arrange(slices: Sequence[SeqSlice], tables: BlockTables, sizes: Sizes) -> Step:
-    """`tables` must know the slices already."""
+    """Order the rows of a step. `tables` must be updated with the slices first."""
     decodes = [index for index, piece in enumerate(slices) if piece.length == 1]
     starts = np.array([slices[index].start for index in decodes], np.int32)
     batch_indices = np.array([slices[index].batch_index for index in decodes], np.int32)
@@ -141,10 +141,10 @@ class BlockTables:
         self.host: Ints = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.device = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._block_size = block_size
-        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_num_seqs  # whose table, how much of it
+        self._seen: list[tuple[Sequence[int] | None, int]] = [(None, 0)] * max_num_seqs  # table, and entries sent
 
     def update(self, slices: Sequence[SeqSlice]) -> tuple[list[int], list[int]]:
-        """Places in the flat table and what belongs there, for the device."""
+        """Return positions in the flat table and their new values, for the device."""
         places: list[int] = []
         blocks: list[int] = []
         width = self.host.shape[1]
@@ -152,7 +152,7 @@ class BlockTables:
             table, batch_index = piece.block_table, piece.batch_index
             needed = (piece.start + piece.length - 1) // self._block_size + 1
             owner, known = self._seen[batch_index]
-            if owner is not table:  # by identity: tables only grow, and another request's is another list
+            if owner is not table:  # compared by identity: tables only grow, and each request has its own list
                 known = 0
             elif known >= needed:
                 continue
@@ -164,12 +164,12 @@ class BlockTables:
         return places, blocks
 
     def forget(self) -> None:
-        """What was written here may not have reached the device: send everything again."""
+        """Send all entries again: those written may not have reached the device."""
         self._seen = [(None, 0)] * len(self._seen)
 
 
 class Staging:
-    """Host memory the device can fetch from by itself, a few steps deep: one is written while others are read."""
+    """Pinned host memory for several steps: one is written while others are being copied."""
 
     DEPTH = 3
 
@@ -181,7 +181,7 @@ class Staging:
         self._turn = 0
 
     def begin(self, size: int) -> NDArray[np.int32]:
-        """Room for so many numbers, which nobody reads any more."""
+        """Return a buffer for `size` numbers that is no longer being read."""
         self._turn = (self._turn + 1) % self.DEPTH
         if (event := self._events[self._turn]) is not None:
             event.synchronize()
@@ -191,7 +191,7 @@ class Staging:
         return array
 
     def send(self, size: int, out: Tensor) -> None:
-        """What was written, up to `size`, into a buffer on the device. Does not wait."""
+        """Copy the first `size` numbers to a buffer on the device. Does not wait."""
         out[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
         if self._is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Compiles the kernels a model needs, side by side, while its weights are loaded.
+"""Compiles the kernels of a model in parallel while its weights are loaded.
 
-Triton compiles a kernel when it is first launched: half a second each, one after the other. Threads halve that, but
-most of it is Python, which holds up everything else here. So forked processes compile into Triton's cache on disk, on
-tensors that are shapes only, and never touch the GPU; then this process launches each kernel once on nothing (padding
-rows, empty items), which finds it there. Whatever goes wrong in a child only means that the kernel is compiled later.
+Triton compiles a kernel when it is first launched: half a second each, in sequence. Threads halve that time, but most
+of it is Python, which blocks everything else in this process. Forked child processes therefore compile into Triton's
+disk cache, with tensors that have only shapes, and never touch the GPU. Then this process launches each kernel once
+with no work (padding rows, empty items), which loads it from the cache. If a child fails, its kernel is compiled later.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ PATIENCE_S = 60
 
 log = logging.getLogger(__name__)
 
-Calls = list[Callable[[], object]]  # each launches a kernel, in the form in which a step launches it, on nothing
+Calls = list[Callable[[], object]]  # each launches a kernel in the form a step uses, with no work
 
 
 class Compiling:
-    """Under way from the start. `calls` are on tensors of the device "meta"."""
+    """Compilation in child processes, started at once. `calls` use tensors on the device "meta"."""
 
     def __init__(self, calls: Calls, target: GPUTarget) -> None:
         count = min(len(calls), usable_cores(), MAX_PROCESSES)
         context = multiprocessing.get_context("fork")
         with _no_collection(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: these children need none
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: these children need no threads
             self._children = [
                 context.Process(target=_compile, args=(calls[number::count], target), daemon=True)
                 for number in range(count)
@@ -68,8 +68,8 @@ class Compiling:
             try:
                 for child in self._children:
                     child.start()
-            except (OSError, ValueError, AssertionError) as error:  # no room, or a process that may not have children
-                log.info("kernels are not compiled ahead: %s", error)
+            except (OSError, ValueError, AssertionError) as error:  # no memory, or a process that may not fork
+                log.info("kernels are not compiled in advance: %s", error)
         self._children = [child for child in self._children if child.pid is not None]
         self._deadline_s = time.monotonic() + PATIENCE_S
 
@@ -84,7 +84,7 @@ class Compiling:
         self.wait()
 
     def wait(self) -> None:
-        """Until all are done, or their time is up."""
+        """Wait until all are done, or the time limit has passed."""
         for child in self._children:
             child.join(max(self._deadline_s - time.monotonic(), 0))
             if child.is_alive():
@@ -93,16 +93,16 @@ class Compiling:
 
 
 def launch(calls: Calls, device: torch.device) -> None:
-    """Load what was compiled, side by side."""
+    """Load the compiled kernels, in parallel."""
     with ThreadPoolExecutor(len(calls)) as pool:
         for future in [pool.submit(_launch, call, device) for call in calls]:
             if (error := future.exception()) is not None:
-                log.warning("a kernel was not compiled ahead: %s: %s", type(error).__name__, error)
+                log.warning("a kernel was not compiled in advance: %s: %s", type(error).__name__, error)
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A child forked here never collects: it could find tensors of the parent's, and freeing those aborts."""
+    """Disable garbage collection in children forked here: freeing tensors of the parent would abort them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,7 +113,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class _NoDevice:
-    """Stands for the GPU's driver where nothing is launched."""
+    """Replaces the GPU's driver in a process that launches nothing."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -129,15 +129,15 @@ class _NoDevice:
 
 
 def _compile(calls: Calls, target: GPUTarget, launcher: Callable[..., object] = CudaLauncher) -> None:
-    """In a child: every launch ends where the kernel is compiled."""
-    os.closerange(3, 4096)  # what the parent has open must end with the parent
+    """Compile in a child process: every launch stops after the compilation."""
+    os.closerange(3, 4096)  # the parent's open files must close with the parent
     jit: Any = triton.JITFunction
     launch = jit.run
 
     def compile_only(self: object, *args: object, grid: object, warmup: bool, **options: object) -> object:
         del warmup
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        with contextlib.suppress(Exception):  # the stub in C that passes the arguments: its compiler runs here as well
+        with contextlib.suppress(Exception):  # compile the C stub that passes the arguments here as well
             launcher(kernel.src, kernel.metadata)
         return kernel
 
@@ -156,7 +156,7 @@ def _launch(call: Callable[[], object], device: torch.device) -> None:
 
 
 def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> Calls:
-    """What every step needs."""
+    """Return launches of the kernels that every step needs."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -212,7 +212,7 @@ def first_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: to
 
 
 def later_calls(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> Calls:
-    """What only graphs of few rows and rarer requests need, as shapes."""
+    """Return launches, with shapes only, of the kernels for graphs of few rows and for rarer requests."""
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")

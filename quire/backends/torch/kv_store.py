@@ -1,7 +1,7 @@
-"""Where keys and values live: one tensor, cut into layers, each cut into blocks.
+"""The KV pool: one tensor, divided into layers, each divided into blocks.
 
-A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads. So storing a batch, gathering a context
-and copying a block are one operation each.
+A block of a layer is [2, K, block size, D]: keys, then values, of all KV heads. Storing a batch, gathering a context
+and copying a block are therefore one operation each.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from quire.weights.spec import ModelSpec
 
 # K kv heads, D head size
 
-PURGED = 64  # blocks at a time: a long context has thousands
+PURGED = 64  # blocks per operation: a long context has thousands
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """What one block costs over all layers."""
+    """Return the bytes of one block in all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * block_size * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not empty: what a mask hides is multiplied by 0, and 0 times the NaN of stale memory is NaN.
+    """Allocate zeros, because masked values are multiplied by 0, and 0 times NaN in stale memory would be NaN.
 
-    On a CPU the pages come from the operating system, zeroed, when they are first written: a pool of gigabytes costs
-    nothing until it is used. (`torch.zeros` would write them all.)
+    On a CPU the operating system zeroes pages when they are first written, so a pool of gigabytes takes no memory until
+    it is used. `torch.zeros` would write them all.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -41,9 +41,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Keys and values of one attention group, gathered from their blocks. Groups share the memory: read, then use."""
+    """Keys and values of one attention group, gathered from their blocks. Groups share the memory: use them at once."""
 
-    heads: Sequence[Tensor]  # of each layer: the store seen as [.., block size * D]
+    heads: Sequence[Tensor]  # by layer: the store viewed as [.., block size * D]
     rows: Tensor
     out: Tensor  # [rows, block size * D]
     keys: Tensor  # [B, K, L, D]
@@ -75,7 +75,7 @@ class KVStore:
         self._slots[layer].index_copy_(0, rows, kv.reshape(-1, self.head_size))
 
     def context(self, tables: Tensor, num_keys: int) -> Context:
-        """A place for the first `num_keys` keys and values behind block tables [B, blocks], read layer by layer."""
+        """Return a buffer for the first `num_keys` keys and values of block tables [B, blocks], read layer by layer."""
         rows = self._head_rows(tables)
         size = rows.numel() * self.block_size * self.head_size
         if self._workspace.numel() < size:
@@ -85,7 +85,7 @@ class KVStore:
         return Context(self._heads, rows, out, whole[0, :, :, :num_keys], whole[1, :, :, :num_keys])
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks, in every layer. No block is both source and destination."""
+        """Copy whole blocks in every layer. No block is both source and destination."""
         if not copies:
             return
         sources = torch.tensor([copy.source for copy in copies], device=self.device)
@@ -94,7 +94,7 @@ class KVStore:
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def purge(self, blocks: Sequence[int]) -> None:
-        """Replace what is not a finite number: such a value would reach whoever takes the block next."""
+        """Set values that are not finite to 0, so that the next request that gets the block cannot read them."""
         whole = torch.tensor(sorted(set(blocks)), device=self.device)
         for layer in self.layers:
             for index in whole.split(PURGED):  # type: ignore[no-untyped-call]
@@ -102,12 +102,12 @@ class KVStore:
                 layer.index_copy_(0, index, clean)
 
     def slot_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """For tokens at `offsets` [T] of `blocks` [T]: rows of the store seen as [.., D], in the order of `store`."""
+        """Return rows of the store viewed as [.., D], in the order of `store`, for `offsets` [T] of `blocks` [T]."""
         heads = torch.arange(2 * self.num_kv_heads, device=self.device)
         return ((blocks[:, None] * (2 * self.num_kv_heads) + heads) * self.block_size + offsets[:, None]).flatten()
 
     def _head_rows(self, tables: Tensor) -> Tensor:
-        """Rows of the store seen as [.., block size * D], in the order [2, B, K, blocks]."""
+        """Return rows of the store viewed as [.., block size * D], in the order [2, B, K, blocks]."""
         num_kv_heads = self.num_kv_heads
         heads = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)
         return (tables[None, :, None, :] * (2 * num_kv_heads) + heads).flatten()

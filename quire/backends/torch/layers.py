@@ -1,6 +1,6 @@
-"""The parts all model families are made of, as plain callables over tensors.
+"""Building blocks of all model families, as plain callables over tensors.
 
-Not `nn.Module`: there is nothing to train, and a module's call costs more than a small matrix product on a CPU.
+They are not `nn.Module`s: nothing is trained, and a module's call costs more than a small matrix product on a CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire.weights.spec import Activation, RopeSpec
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times weight [O, I] transposed.
+    """Multiply x [T, I] by weight [O, I] transposed.
 
-    On a CPU a general matrix product of few rows costs as much as one of eight, so two and three rows go one by one
-    (and give the very bits a single stream gets); from nine to 64 rows the product with the weights on the left is
-    faster by a quarter. Measured in docs/performance.md.
+    On a CPU a general matrix product of few rows costs as much as one of eight, so two and three rows are computed one
+    by one, with the same bits as a single stream. From 9 to 64 rows the product with the weights on the left is faster
+    by a quarter. Measured in docs/performance.md.
     """
     num_rows = x.shape[0]
     if x.device.type != "cpu" or num_rows == 1 or 4 <= num_rows <= 8 or num_rows > 64:
@@ -35,7 +35,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear:
-    """One matrix, or several that share their input, fused along their outputs."""
+    """One matrix, or several with the same input, concatenated along their outputs."""
 
     __slots__ = ("bias", "weight")
 
@@ -48,9 +48,9 @@ class Linear:
 
 
 class RMSNorm:
-    """Computed in fp32, the weight included, and rounded once.
+    """RMS norm computed in fp32, including the weight, and rounded once.
 
-    That is Gemma's own order. The other families round before the weight as well, which only adds an error.
+    This is Gemma's order. The other families also round before the weight, which only adds an error.
     """
 
     __slots__ = ("_floor", "_scaled", "eps", "shape", "weight")
@@ -66,7 +66,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
-        # On a CPU rms_norm is eight small operations. Four do: sqrt(mean + eps) is hypot(norm, floor) / sqrt(size).
+        # On a CPU rms_norm is eight small operations. Four do it: sqrt(mean + eps) is hypot(norm, floor) / sqrt(size).
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.mul(x, self._scaled).div_(torch.hypot(norm, self._floor))
 
@@ -74,7 +74,7 @@ class RMSNorm:
 class Rotary:
     """Rotates the leading `rotary_size` dimensions of every head by its position.
 
-    The two halves of those dimensions are the pairs, as in Hugging Face's checkpoints.
+    The pairs are the two halves of those dimensions, as in Hugging Face's checkpoints.
     """
 
     def __init__(self, spec: RopeSpec, max_model_len: int, head_size: int, device: torch.device) -> None:
@@ -87,18 +87,18 @@ class Rotary:
         self.cosines, self.sines = cosines, sines  # [max context, rotary size / 2]
 
     def angles(self, positions: Tensor, dtype: torch.dtype, num_rotated: int, num_heads: int) -> Angles:
-        """Looked up once a step, used by every layer. Heads after `num_rotated`, the values, are left as they are."""
+        """Look up the angles once per step for all layers. Heads after `num_rotated`, the values, are not rotated."""
         shape = (len(positions), num_heads, self.size)
         half_cosines, half_sines = self.cosines[positions], self.sines[positions]
         cosines = torch.ones(shape, dtype=dtype, device=positions.device)
         cosines[:, :num_rotated] = torch.cat((half_cosines, half_cosines), -1)[:, None]
-        sines = torch.zeros(shape, dtype=dtype, device=positions.device)  # signed: a rolled half needs no negation
+        sines = torch.zeros(shape, dtype=dtype, device=positions.device)  # signed, so a rolled half needs no negation
         sines[:, :num_rotated] = torch.cat((-half_sines, half_sines), -1)[:, None]
         return Angles(self, cosines, sines)
 
 
 class Angles:
-    """The cosines and sines of the positions in one batch, for queries, keys and values side by side."""
+    """Cosines and sines for the positions of one batch, for queries, keys and values side by side."""
 
     __slots__ = ("_cosines", "_rotary", "_sines")
 
@@ -108,7 +108,7 @@ class Angles:
         self._sines = sines
 
     def rotate(self, qkv: Tensor) -> Tensor:
-        """qkv [T, H + 2K, D]: one tensor in and out, so that keys and values are stored in one piece."""
+        """Rotate qkv [T, H + 2K, D]: one tensor in and out, so that keys and values can be stored in one operation."""
         if self._rotary.is_partial:
             head, rest = qkv[..., : self._rotary.size], qkv[..., self._rotary.size :]
             return torch.cat((self._rotate(head), rest), -1)
@@ -121,7 +121,7 @@ class Angles:
 class HeadNorm:
     """An RMS norm on every query and key head.
 
-    `rounds_first`: to the type of the model before the weight as well as after it, which is Qwen's own order.
+    `rounds_first`: round to the model's type before the weight as well as after it, which is Qwen's order.
     """
 
     __slots__ = ("_norm", "_num_normed", "_weights", "eps", "k_weight", "q_weight", "rounds_first")
@@ -132,12 +132,12 @@ class HeadNorm:
         self.q_weight, self.k_weight, self.eps = q_weight, k_weight, eps  # [D] fp32 each
         self.rounds_first = rounds_first
         self._num_normed = num_heads + num_kv_heads
-        # One norm over unit weights, then each head's own: queries and keys stay one tensor.
+        # One norm with unit weights, then the weights of each head, so that queries and keys stay one tensor.
         self._weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))  # [H + K, D]
         self._norm = RMSNorm(torch.ones_like(q_weight), eps)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[T, H + 2K, D] before rotation; the values are left as they are."""
+        """Norm qkv [T, H + 2K, D] before rotation. The values are not changed."""
         qk = qkv[:, : self._num_normed]
         normed = self._norm(qk if self.rounds_first else qk.float()) * self._weights
         return torch.cat((normed.to(qkv.dtype), qkv[:, self._num_normed :]), 1)
@@ -145,7 +145,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What attention in one layer needs to know beside the step's own queries, keys and values."""
+    """Parameters of attention in one layer."""
 
     index: int  # of the layer
     num_heads: int
@@ -159,30 +159,30 @@ class Heads:
 
 
 class Pass(Protocol):
-    """The operations of one forward pass over its batch, each as this device does it best."""
+    """The operations of one forward pass over its batch, implemented for one kind of device."""
 
     def embed(self, embedding: Tensor, scale: float) -> Tensor:
-        """The step's tokens as rows [T, E]."""
+        """Return the embeddings [T, E] of the step's tokens."""
 
     def add_norm(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum: what the next one adds to. `residual` may be overwritten."""
+        """Return the norm of x + residual, and the sum for the next call. `residual` may be overwritten."""
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
 
     def attend(self, qkv: Tensor, heads: Heads) -> Tensor:
-        """qkv [T, (H + 2K) * D] to [T, H * D]: norm and rotate, store keys and values, attend to the whole context."""
+        """Norm and rotate qkv [T, (H + 2K) * D], store keys and values, attend to the whole context: [T, H * D]."""
 
     def project(self, x: Tensor, linear: Linear) -> Tensor: ...
 
     def project_back(self, x: Tensor, linear: Linear) -> Tensor:
-        """To the hidden size, for a norm that follows: the sum may be left to that, as parts [parts, T, E]."""
+        """Project to the hidden size before a norm. May return partial sums [parts, T, E] for the norm to add up."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """activation(gate) * up [T, F], of the two halves of the product."""
+        """Return activation(gate) * up [T, F], from the two halves of the product."""
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, of both side by side in one tensor [T, 2 * F]."""
+    """Return activation(gate) * up, given both side by side in one tensor [T, 2 * F]."""
     gate, up = gate_up.chunk(2, -1)
     if activation is Activation.SILU:
         return F.silu(gate).mul_(up)

@@ -1,7 +1,7 @@
-"""From a checkpoint to the tensors of a model: one at a time, fused as the layers use them.
+"""Loads a checkpoint into the tensors of a model, one at a time, fused as the layers use them.
 
-Every tensor is read, converted and copied into its place before the next one is touched, so the peak is the model and
-one tensor. What the file must hold is checked before anything is allocated.
+Each tensor is read, converted and copied before the next one, so the peak memory is the model and one tensor. The
+checkpoint's contents are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.weights.spec import ModelSpec
 
 NORM_DTYPE = torch.float32
 DUMMY_SEED = 0
-DUMMY_STD = 0.02  # as most models begin their training: answers are nonsense, but every number is finite
+DUMMY_STD = 0.02  # as most models are initialised: answers are nonsense, but every number is finite
 
 _NATIVE = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 
@@ -33,13 +33,13 @@ class LayerWeights:
     o_proj: Linear  # [E, H * D]
     gate_up_proj: Linear  # [2 * F, E]
     down_proj: Linear  # [E, F]
-    norms: dict[str, Tensor]  # fp32, by their names in the file
+    norms: dict[str, Tensor]  # fp32, by name in the file
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: Tensor  # [V, E]
-    head: Tensor  # [V, E]; the embedding itself where they are tied
+    head: Tensor  # [V, E]; the embedding itself if they are tied
     norm: Tensor  # [E] fp32
     layers: list[LayerWeights]
 
@@ -88,7 +88,7 @@ class _Loader:
         self._num_bytes = sum(checkpoint.tensors[name].num_bytes for name in expected_tensors(checkpoint.spec))
 
     def linear(self, names: list[str], *, has_bias: bool) -> Linear:
-        """Matrices that share their input, one below the other."""
+        """Load matrices with the same input, stacked along their outputs."""
         weight = self._stack([f"{name}.weight" for name in names])
         return Linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
 
@@ -96,7 +96,7 @@ class _Loader:
         return self._stack([name])
 
     def norm(self, name: str) -> Tensor:
-        """In fp32 whatever the model runs in: Gemma's are 1 + w, and bf16 has no room for w beside the 1."""
+        """Load in fp32 whatever the model's dtype: Gemma's norms are 1 + w, and bf16 would lose w beside the 1."""
         return self._stack([name], NORM_DTYPE).add_(self._checkpoint.spec.norm_offset)
 
     def _stack(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
@@ -116,7 +116,7 @@ class _Loader:
         elif _is_norm(name):
             out.fill_(1 - self._checkpoint.spec.norm_offset)
         else:
-            out.normal_(0, DUMMY_STD, generator=self._random)  # on the device itself: 8 billion in a second
+            out.normal_(0, DUMMY_STD, generator=self._random)  # on the device: 8 billion numbers in a second
 
     def _report(self, num_bytes: int) -> None:
         self._num_done += num_bytes
@@ -125,7 +125,7 @@ class _Loader:
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory that the weights of a model take when it runs in `dtype`."""
+    """Return the memory that a model's weights take in `dtype`."""
     return sum(
         math.prod(shape) * (NORM_DTYPE if _is_norm(name) else dtype).itemsize
         for name, shape in expected_tensors(spec).items()
@@ -140,5 +140,5 @@ def _to_tensor(raw: RawTensor) -> Tensor:
     dtype = _NATIVE.get(raw.info.type)
     if dtype is None:
         return torch.from_numpy(to_float32(raw))
-    # Copied out of the mapped file first: torch takes no read-only memory, and this is the one tensor of the peak.
+    # Copied out of the mapped file first: torch accepts no read-only memory. This is the one extra tensor of the peak.
     return torch.from_numpy(raw.data.copy()).view(-1).view(dtype).view(raw.info.shape)

@@ -1,4 +1,4 @@
-"""Runs step plans on PyTorch: one forward pass for the whole batch, then one sampling pass for rows that want it."""
+"""Runs step plans on PyTorch: one forward pass for the whole batch, then one sampling pass for the rows that sample."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from quire.errors import InvariantViolation
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A pass whose rows have not been sampled."""
+    """A forward pass that has not been sampled."""
 
     batch: Batch
-    rows: tuple[int, ...]  # which slices of the batch sample
+    rows: tuple[int, ...]  # indices of the batch's slices that sample
     logits: Tensor | None  # [S, V]
-    is_sound: Tensor  # [slices]: whether its last hidden state is made of numbers
+    is_sound: Tensor  # [slices]: whether the last hidden state is finite
     prompt_logprobs: Mapping[int, PromptLogprobs]  # by index of the plan's slices
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that has been sampled and not collected."""
+    """A step that has been sampled but not collected."""
 
     forwarded: _Forwarded
     sampled: Sampled | None
@@ -51,7 +51,7 @@ class TorchRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
-            has_overlap=store.device.type != "cpu",  # plain PyTorch on a CPU computes while it is called
+            has_overlap=store.device.type != "cpu",  # on a CPU computation happens inside the call
             has_costly_rows=store.device.type == "cpu",
         )
         self._last_samples = torch.zeros(max_num_seqs, dtype=torch.int64, device=store.device)
@@ -96,7 +96,7 @@ class TorchRunner:
             wanted = [batch.last_rows[row] for row in rows]
             is_all = len(wanted) == hidden.shape[0]
             logits = self.model.logits(hidden if is_all else hidden[wanted]).float()
-        # A NaN anywhere in a context reaches its last row: found there, it is found in prompts under way too.
+        # A NaN anywhere in a context reaches its last row, so this check also covers prompts in progress.
         is_sound = torch.isfinite(hidden[list(batch.last_rows)].float().sum(-1))
         self._forwarded = _Forwarded(batch, rows, logits, is_sound, self._prompt_logprobs(batch, hidden))
 
@@ -150,7 +150,7 @@ class TorchRunner:
                 self.store.purge(piece.block_table)
 
     def abandon(self) -> None:
-        """Forget a pass that raised, so that the next plan can run."""
+        """Discard a pass that raised, so that the next plan can run."""
         self._forwarded = None
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class TorchRunner:
         return result
 
     def _rank_prompt(self, piece: SeqSlice, hidden: Tensor) -> PromptLogprobs | None:
-        """The prompt tokens that follow this slice's positions: the logits of one position are about the next."""
+        """Return logprobs of the prompt tokens after this slice's positions: a position's logits predict the next."""
         first = piece.start + 1
         last = min(piece.start + piece.length + 1, piece.num_prompt_tokens)
         if first >= last:

@@ -1,9 +1,9 @@
-"""From logits to tokens, for the whole batch at once.
+"""Sampling for the whole batch at once.
 
-The order, which every backend follows: penalties, logit bias, forbidden tokens (min_tokens, grammar), temperature,
-min-p, top-k, top-p, draw. Draws walk the kept tokens in the order of their ids until the cumulative probability passes
-the request's own number (`quire.backends.randomness`). Nothing about a row depends on the other rows.
-Reported logprobs are the model's own, from before all that.
+Every backend follows this order: penalties, logit bias, forbidden tokens (min_tokens, grammar), temperature, min-p,
+top-k, top-p, draw. A draw walks the kept tokens in the order of their ids until the cumulative probability passes the
+request's random number (`quire.backends.randomness`). A row does not depend on the other rows. Reported logprobs are
+the model's own, before all of these changes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from quire.core.step import SeqSlice, TokenLogprobs
 
 # S rows that sample, V vocabulary
 
-TOP_P_CANDIDATES = 1024  # most top-p sets are this small; a full sort of the vocabulary costs thirty times as much
+TOP_P_CANDIDATES = 1024  # most top-p sets are this small; sorting the whole vocabulary costs thirty times as much
 _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Still on the device, but for what is known already."""
+    """Tensors that are still on the device."""
 
     tokens: Tensor  # [S]
-    is_broken: Tensor  # [S]: the logits of this row were not numbers
+    is_broken: Tensor  # [S]: the logits of this row are not finite
     is_blocked: Tensor  # [S]: every token of this row was forbidden
     logprobs: Logprobs | None
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    rows: tuple[int, ...]  # which rows of S asked for them
-    counts: tuple[int, ...]  # how many alternatives each asked for
+    rows: tuple[int, ...]  # rows of S that report logprobs
+    counts: tuple[int, ...]  # number of alternatives for each
     chosen: Tensor  # [rows]
     ranks: Tensor  # [rows]
     top_values: Tensor  # [rows, most]
@@ -46,7 +46,7 @@ class Logprobs:
 
 
 class Penalties:
-    """What each batch index's request has said so far, counted once, kept up token by token."""
+    """Token counts of the request at each batch index, computed once and then updated with each token."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -57,12 +57,12 @@ class Penalties:
         self._counts.pop(batch_index, None)
 
     def apply(self, logits: Tensor, rows: Sequence[SeqSlice], last_tokens: Tensor) -> None:
-        """In place. `last_tokens` [S]: what the last token of each row's context is, known to the plan or not."""
+        """Change logits in place. `last_tokens` [S]: last token of each row's context, also if not in the plan."""
         chosen = [index for index, piece in enumerate(rows) if is_penalised(piece)]
         if not chosen:
             return
         counts = [self._count(rows[index], last_tokens[index]) for index in chosen]
-        said = torch.stack([count.said for count in counts])  # [rows, V]
+        num_answered = torch.stack([count.num_answered for count in counts])  # [rows, V]
         seen = torch.stack([count.seen for count in counts])
         params = [
             (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
@@ -74,24 +74,24 @@ class Penalties:
         picked = logits[chosen]
         repeated = torch.where(picked > 0, picked / repetition, picked * repetition)
         picked = torch.where(seen, repeated, picked)
-        logits[chosen] = picked - frequency * said - presence * (said > 0)
+        logits[chosen] = picked - frequency * num_answered - presence * (num_answered > 0)
 
     def _count(self, piece: SeqSlice, last_token: Tensor) -> _Counts:
         counts = self._counts.get(piece.batch_index)
         if counts is None or counts.owner != (piece.request_id, piece.epoch):
-            said = torch.zeros(self._vocab_size, device=self._device)
+            num_answered = torch.zeros(self._vocab_size, device=self._device)
             seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), said, seen, 0)
+            counts = self._counts[piece.batch_index] = _Counts((piece.request_id, piece.epoch), num_answered, seen, 0)
         end = piece.start + piece.length
         known = piece.history[counts.num_counted : end]
         if known:
             new = torch.tensor(known, device=self._device)
             counts.seen[new] = True
             answered = new[max(piece.num_prompt_tokens - counts.num_counted, 0) :]
-            counts.said.index_add_(0, answered, torch.ones_like(answered, dtype=counts.said.dtype))
-        if counts.num_counted + len(known) < end:  # sampled in the step before, not yet told to the scheduler
+            counts.num_answered.index_add_(0, answered, torch.ones_like(answered, dtype=counts.num_answered.dtype))
+        if counts.num_counted + len(known) < end:  # sampled in the previous step, not yet known to the scheduler
             counts.seen[last_token] = True
-            counts.said[last_token] += 1
+            counts.num_answered[last_token] += 1
         counts.num_counted = end
         return counts
 
@@ -99,15 +99,15 @@ class Penalties:
 @dataclass(slots=True)
 class _Counts:
     owner: tuple[int, int]
-    said: Tensor  # [V]: how often each token is in the answer
-    seen: Tensor  # [V]: whether it is in the prompt or the answer
+    num_answered: Tensor  # [V]: number of occurrences in the answer
+    seen: Tensor  # [V]: whether the token is in the prompt or the answer
     num_counted: int
 
 
 def sample(
     logits: Tensor, rows: Sequence[SeqSlice], penalties: Penalties, last_tokens: Tensor, masks: TokenMasks | None
 ) -> Sampled:
-    """One token for each row of logits [S, V], which are changed in place."""
+    """Choose one token for each row of logits [S, V], which are changed in place."""
     best = logits.max(-1)
     is_broken = ~torch.isfinite(best.values)
     raw = _wanted_logits(logits, rows)
@@ -127,7 +127,7 @@ def sample(
 
 
 def _is_plain(rows: Sequence[SeqSlice], masks: TokenMasks | None) -> bool:
-    """Nothing to do to the logits before the draw: the common case."""
+    """Return whether the logits are drawn from unchanged, which is the common case."""
     return not masks and not any(is_penalised(piece) or piece.sampling.logit_bias or is_short(piece) for piece in rows)
 
 
@@ -180,7 +180,7 @@ def _draw(logits: Tensor, rows: Sequence[SeqSlice]) -> Tensor:
 
 
 def _top_k_floor(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """The k-th largest logit of each row; ties with it are kept."""
+    """Return the k-th largest logit of each row. Ties with it are kept."""
     largest = logits.topk(max(top_k), -1).values
     counts = torch.tensor(top_k, device=logits.device)[:, None]
     floor = largest.gather(1, (counts - 1).clamp_(min=0))
@@ -188,7 +188,7 @@ def _top_k_floor(logits: Tensor, top_k: Sequence[int]) -> Tensor:
 
 
 def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest logit of the smallest set whose share of what is kept so far reaches top_p."""
+    """Return the smallest logit of the smallest set whose share of the kept tokens reaches top_p."""
     vocab_size = logits.shape[1]
     kept = (logits - peak).exp_().masked_fill_(logits < floor, 0.0)
     goal = top_p * kept.sum(-1, dtype=torch.float64)  # [S]
@@ -198,13 +198,13 @@ def _top_p_floor(logits: Tensor, peak: Tensor, floor: Tensor, top_p: Tensor) -> 
         largest = kept.sort(-1, descending=True).values.double()
     before = largest.cumsum(-1) - largest
     last = (before < goal[:, None]).sum(-1, keepdim=True) - 1
-    threshold = largest.gather(1, last.clamp_(min=0)).to(logits.dtype)  # of the weights; back to logits by comparison
+    threshold = largest.gather(1, last.clamp_(min=0)).to(logits.dtype)  # a weight; compared below to find the logit
     result = torch.where(kept >= threshold, logits, float("inf")).amin(-1, keepdim=True)
     return torch.where(top_p[:, None] < 1, result, _NEVER)
 
 
 def _wanted_logits(logits: Tensor, rows: Sequence[SeqSlice]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The model's own logits of the rows that report logprobs, saved before sampling changes them."""
+    """Return the model's own logits of rows that report logprobs, saved before sampling changes them."""
     wanted = tuple(index for index, piece in enumerate(rows) if piece.sampling.logprobs is not None)
     return (logits[list(wanted)], wanted) if wanted else None
 
@@ -223,14 +223,14 @@ def rank(raw: Tensor, chosen: Tensor, rows: tuple[int, ...], counts: tuple[int, 
 
 
 def rank_tokens(raw: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """What the model thought of given tokens: raw logits [N, V] of the positions before them."""
+    """Return logprobs of given tokens, from the raw logits [N, V] of the positions before them."""
     chosen = torch.tensor(list(tokens), device=raw.device)
     ranked = rank(raw, chosen, tuple(range(len(tokens))), (count,) * len(tokens))
     return tuple(read_logprobs(ranked, list(tokens)).values())
 
 
 def read_logprobs(logprobs: Logprobs, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """By row of S, as plain numbers. Waits for the device."""
+    """Return logprobs by row of S as plain numbers. Waits for the device."""
     chosen, ranks = logprobs.chosen.tolist(), logprobs.ranks.tolist()
     values, ids = logprobs.top_values.tolist(), logprobs.top_tokens.tolist()
     result: dict[int, TokenLogprobs] = {}

@@ -1,4 +1,4 @@
-"""What tests of the native backend share."""
+"""Fixtures for tests of the native backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.backends.native.library import Engine, NativeUnavailable, choose_kern
 
 
 def _variants() -> list[str]:
-    """Where there is no library, each test says so, not the collection of all tests."""
+    """Without the library, each test fails by itself instead of the collection of all tests."""
     try:
         return kernels_available()
     except NativeUnavailable:
@@ -26,7 +26,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(params=_variants())
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each variant of the hot loops that this machine runs, one after the other."""
+    """Each variant of the hot loops that this machine runs, in turn."""
     choose_kernels(request.param)
     yield request.param
     choose_kernels(kernels_available()[0])

@@ -1,4 +1,4 @@
-"""Packed matrices in a test's hands: packed from any type, unpacked again, multiplied, with their bytes read here."""
+"""Packed matrices for tests: packed from any type, unpacked, multiplied, and with their bytes read here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quire.weights.gguf import BLOCKS
 from quire.weights.quants import to_float32
 
 PANEL = 8
-GUARD = 64  # bytes before and behind what C may write, and what stands in them
+GUARD = 64  # bytes before and after the memory that C may write, and their content
 GUARD_BYTE = 0xA5
 
 Doubles = NDArray[np.float64]
 
 
 class Guarded:
-    """Memory that C may fill, and no more than that."""
+    """Memory that C may fill, with guards around it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -51,7 +51,7 @@ class Packed:
         self.matrix = Matrix(self.bytes.ctypes.data, self.kind, rows, cols)
 
     def unpack(self, rows: int | None = None, cols: int | None = None) -> Floats:
-        """As the library reads it; with other sizes, the padding too."""
+        """Unpack as the library reads it; with other sizes, including the padding."""
         rows, cols = rows or self.rows, cols or self.cols
         matrix = Matrix(self.bytes.ctypes.data, self.kind, rows, cols)
         out = Guarded((rows, cols), np.float32)
@@ -62,7 +62,7 @@ class Packed:
 
     @property
     def minima(self) -> Floats:
-        """[rows, cols]: what a code of 0 stands for. Read from the bytes as csrc/quire.h describes them."""
+        """Return [rows, cols]: the value of code 0, read from the bytes as csrc/quire.h describes them."""
         num_panels, num_groups = -(-self.rows // PANEL), -(-self.cols // GROUP)
         groups = self.bytes.reshape(num_panels, num_groups, -1)
         if self.kind == 1:
@@ -73,7 +73,7 @@ class Packed:
 
 
 def coded(type: TensorType, rows: int, cols: int, seed: int = 0) -> Packed:
-    """Random codes behind random scales, some of them negative, zero or subnormal."""
+    """Make random codes with random scales, some of them negative, zero or subnormal."""
     rng = np.random.default_rng(seed)
     block = BLOCKS[type]
     data = rng.integers(0, 256, (rows * cols // block.num_elements, block.num_bytes), np.uint8)
@@ -106,7 +106,7 @@ def join(parts: Sequence[Packed], bias: Floats | None = None) -> Linear:
 
 
 def project(engine: Engine, parts: Sequence[Packed], x: Floats, refine: int, bias: Floats | None = None) -> Floats:
-    """x [M, cols] times the parts, side by side."""
+    """Multiply x [M, cols] with the parts, side by side."""
     x = np.ascontiguousarray(x, np.float32)
     out = Guarded((len(x), sum(part.rows for part in parts)), np.float32)
     linear = join(parts, bias)
@@ -119,5 +119,5 @@ def project(engine: Engine, parts: Sequence[Packed], x: Floats, refine: int, bia
 
 
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    """Equal to the last bit, NaNs included."""
+    """Return whether all bits are equal, NaNs included."""
     return a.shape == b.shape and bool((a.view(np.uint32) == b.view(np.uint32)).all())

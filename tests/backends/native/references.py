@@ -1,5 +1,7 @@
-"""What `transformers` says of the weights as the native backend rounded them, with keys and values in fp16 as its pool
-has them: what is left between the two is the rounding of inputs, which `exact` does to 16 bits."""
+"""`transformers` with the weights as the native backend rounded them, and keys and values in fp16 as in its pool.
+
+The remaining difference is the rounding of inputs, which `exact` does to 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ def _half_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: A
 
 
 class RoundedReference(Reference):
-    """The file holds the weights as they were made; the judge holds what packing leaves of them."""
+    """The file holds the original weights; the reference model holds the weights after packing."""
 
     def __init__(self, name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface  # here: it takes seconds
+        from transformers import AttentionInterface, AttentionMaskInterface  # imported here: it takes seconds
         from transformers.masking_utils import eager_mask
 
         super().__init__(name, folder, seed, **changes)

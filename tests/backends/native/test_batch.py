@@ -1,4 +1,4 @@
-"""A step as flat arrays, and that nothing reaches C which would lead it out of its memory."""
+"""A step as flat arrays, and the checks that keep C within its memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_mixed_step() -> None:
         8,
         9,
         11,
-    ]  # the second is the runner's own last sample of batch index 2
+    ]  # the second is the runner's last sample of batch index 2
     assert batch.positions.tolist() == [3, 4, 5, 10, 0, 1, 23]
     assert batch.first_rows.tolist() == [0, 3, 4, 6, 7]
     assert batch.last_rows.tolist() == [2, 3, 5, 6]
@@ -64,7 +64,7 @@ def test_a_mixed_step() -> None:
         assert array.flags.c_contiguous
 
 
-def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
+def test_table_entries_beyond_the_slice_are_ignored() -> None:
     assert build(piece([1, 2, 3, 4], table=[7, 999, -5])).tables.tolist() == [[7]]
 
 
@@ -79,7 +79,7 @@ def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
         piece([1], table=[-1]),
         piece([1], start=4, table=[1, 10]),
         piece([1], start=4, table=[1]),  # no block for it
-        piece([1], start=12, table=[1]),  # one block must not be taken for four
+        piece([1], start=12, table=[1]),  # numpy must not repeat one block four times
         piece([1], table=[]),
         piece([1], start=24, table=range(1, 8)),
         piece([1, 2], start=23, table=range(1, 8)),
@@ -95,18 +95,18 @@ def test_what_a_table_holds_beyond_the_slice_is_left_out() -> None:
         piece([], start=3, length=1, batch_index=-1),
     ],
 )
-def test_what_would_lead_out_of_memory_is_refused(wrong: SeqSlice) -> None:
+def test_out_of_bounds_slices_are_refused(wrong: SeqSlice) -> None:
     for slices in ([wrong], [piece([1]), wrong, piece([2])]):
         with pytest.raises(InvariantViolation):
             build(*slices)
 
 
-def test_lengths_that_only_agree_in_sum_are_refused() -> None:
+def test_lengths_that_agree_only_in_total_are_refused() -> None:
     with pytest.raises(InvariantViolation):
         build(piece([1, 2], length=1), piece([3], length=2))
 
 
-def test_a_sample_that_is_no_token_is_refused() -> None:
-    """The runner's own, from a step that failed: it must not become an index."""
+def test_a_last_sample_that_is_not_a_token_is_refused() -> None:
+    """The runner's own sample, from a step that failed, must not be used as an index."""
     with pytest.raises(InvariantViolation):
         build_batch([piece([], start=3, length=1)], np.array([50], np.int32), LIMITS)

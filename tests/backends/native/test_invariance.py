@@ -1,5 +1,8 @@
-"""Company does not matter, to the last bit: a request's distributions are the same alone, in any batch, in any chunks,
-on a cached prefix, forked, preempted, and on any number of threads."""
+"""Answers do not depend on batching, to the last bit.
+
+A request's distributions are the same alone, in any batch, in any chunks, on a cached prefix, forked, preempted, and on
+any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def native(rig: Rig) -> NativeRunner:
 
 @pytest.fixture(scope="module")
 def alone(rig: Rig) -> list[Answer]:
-    """On one thread, the whole prompt at once, nothing cached."""
+    """Answers on one thread, with the whole prompt at once and nothing cached."""
     answers = []
     native(rig).use_threads(1)
     for prompt in PROMPTS:
@@ -69,7 +72,7 @@ def check_same(found: Answer, expected: Answer) -> None:
 
 
 def same_row(one: Tensor, two: Tensor) -> bool:
-    """Tokens that were not asked for are NaN in both; a logprob is never 1."""
+    """Compare two rows. Tokens that were not requested are NaN in both; a logprob is never 1."""
     return torch.equal(one.nan_to_num(nan=1.0), two.nan_to_num(nan=1.0))
 
 
@@ -88,7 +91,7 @@ def test_in_a_batch(rig: Rig, alone: list[Answer], size: int, num_threads: int) 
     [(1, False), (2, False), (3, False), (7, False), (13, True), (16, False), (17, False), (32, False)],
 )
 def test_in_chunks(rig: Rig, alone: list[Answer], chunk: int, overlap: bool) -> None:
-    """Alone, then with everybody's chunks and decodes in one pass."""
+    """Alone, then with the chunks and decodes of all requests in one pass."""
     native(rig).use_threads(1)
     for number in (0, 4):
         rig.reset(max_chunk_tokens=chunk, overlap=overlap)
@@ -101,7 +104,7 @@ def test_in_chunks(rig: Rig, alone: list[Answer], chunk: int, overlap: bool) -> 
         assert len(answers[request_id].prompt_rows) == len(expected.prompt_rows)
 
 
-def test_behind_a_prefix_hit(rig: Rig, alone: list[Answer]) -> None:
+def test_after_a_prefix_hit(rig: Rig, alone: list[Answer]) -> None:
     rig.reset(max_chunk_tokens=13)
     for is_second in (False, True):
         for prompt, expected in zip(PROMPTS, alone, strict=True):
@@ -110,8 +113,8 @@ def test_behind_a_prefix_hit(rig: Rig, alone: list[Answer]) -> None:
             check_same(answer, expected)
 
 
-def test_on_the_head_of_another(rig: Rig, alone: list[Answer]) -> None:
-    """Full blocks and, by a copy, the tail of a prompt that went on otherwise."""
+def test_with_the_prefix_of_another_request(rig: Rig, alone: list[Answer]) -> None:
+    """Full blocks and, by a copy, the tail of a prompt that continues differently."""
     for length in (32, 40, 64, 69):
         rig.reset()
         rig.answer([*PROMPTS[0][:length], 7, 8, 9], 3)
@@ -153,8 +156,8 @@ def test_preempted(rig: Rig) -> None:
             check_same(answers[request_id], one)
 
 
-def test_again_and_again_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
-    """Whoever comes first takes the next piece of work: it must not matter."""
+def test_repeated_runs_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
+    """The first free thread takes the next piece of work: the order must not matter."""
     native(rig).use_threads(2)
     for _ in range(8):
         rig.reset(enable_prefix_caching=False)
@@ -167,7 +170,7 @@ def test_again_and_again_on_two_threads(rig: Rig, alone: list[Answer]) -> None:
 @pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_other_settings(precision: str, block_size: int, kernels: str, tmp_path: Path) -> None:
-    """For each size of blocks its own bits, and for each variant."""
+    """Each block size and each variant has its own bits."""
     RoundedReference("mistral with a window", tmp_path)
     rig = Rig(tmp_path, backend="native", precision=precision, block_size=block_size, num_blocks=800)
     expected = []
@@ -183,23 +186,23 @@ def test_other_settings(precision: str, block_size: int, kernels: str, tmp_path:
     rig.engine.close()
 
 
-# Random ones
+# Random requests
 
 
 @dataclass
-class Wish:
+class RandomRequest:
     prompt: list[int]
     num_tokens: int
     sampling: dict[str, Any]
-    parent: Wish | None = None
+    parent: RandomRequest | None = None
 
 
-def wish(rng: Random, heads: Sequence[list[int]], wishes: Sequence[Wish]) -> Wish:
-    """Often on a head that others have too, now and then another sample of somebody's prompt."""
-    if wishes and rng.random() < 0.2:
-        parent = rng.choice(wishes)
+def random_request(rng: Random, heads: Sequence[list[int]], requests: Sequence[RandomRequest]) -> RandomRequest:
+    """Make a request, often with a prefix that others share, sometimes another sample of an earlier prompt."""
+    if requests and rng.random() < 0.2:
+        parent = rng.choice(requests)
         again = {**parent.sampling, "sample_index": rng.randrange(1, 100)}
-        return Wish(parent.prompt, rng.randrange(1, 25), again, parent)
+        return RandomRequest(parent.prompt, rng.randrange(1, 25), again, parent)
     prompt = [rng.randrange(3, 160) for _ in range(rng.choice((1, 2, 8, 30, 60)))]
     if rng.random() < 0.6:
         head = rng.choice(heads)
@@ -211,23 +214,23 @@ def wish(rng: Random, heads: Sequence[list[int]], wishes: Sequence[Wish]) -> Wis
         sampling["prompt_logprobs"] = 160
     if rng.random() < 0.2:
         sampling["repetition_penalty"] = 1.3
-    return Wish(prompt, rng.randrange(1, 25), sampling)
+    return RandomRequest(prompt, rng.randrange(1, 25), sampling)
 
 
-def run_wishes(rng: Random, rig: Rig, count: int) -> dict[int, tuple[Wish, Answer]]:
-    """All of them through one engine, arriving at random steps; some leave in the middle."""
+def run_requests(rng: Random, rig: Rig, count: int) -> dict[int, tuple[RandomRequest, Answer]]:
+    """Run all requests through one engine, arriving at random steps; some are cancelled."""
     heads = [[rng.randrange(3, 160) for _ in range(rng.randrange(20, 120))] for _ in range(3)]
-    wishes: dict[int, Wish] = {}
+    requests: dict[int, RandomRequest] = {}
     answers: dict[int, Answer] = {}
     num_left = count
     while num_left or rig.engine.has_work:
         while num_left and rng.random() < 0.3:
             num_left -= 1
-            one = wish(rng, heads, list(wishes.values()))
-            parent = next((key for key, value in wishes.items() if value is one.parent), None)
+            one = random_request(rng, heads, list(requests.values()))
+            parent = next((key for key, value in requests.items() if value is one.parent), None)
             priority = rng.choice((Priority.LOW, Priority.NORMAL, Priority.HIGH))
             request_id = rig.start(one.prompt, one.num_tokens, parent=parent, priority=priority, **one.sampling)
-            wishes[request_id], answers[request_id] = one, Answer()
+            requests[request_id], answers[request_id] = one, Answer()
         rig.step(answers)
         if answers and rng.random() < 0.03:
             gone = rng.choice(list(answers))
@@ -235,7 +238,7 @@ def run_wishes(rng: Random, rig: Rig, count: int) -> dict[int, tuple[Wish, Answe
                 del answers[gone]
         if rng.random() < 0.1:
             native(rig).use_threads(rng.choice((1, 2)))
-    return {request_id: (wishes[request_id], answer) for request_id, answer in answers.items()}
+    return {request_id: (requests[request_id], answer) for request_id, answer in answers.items()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -261,7 +264,7 @@ def test_random_steps(seed: int, tmp_path: Path) -> None:
         max_chunk_tokens=rng.choice((5, 16, 64)),
         max_num_batched_tokens=rng.choice((16, 48, 200)),
     )
-    found = run_wishes(rng, rig, 16)
+    found = run_requests(rng, rig, 16)
     assert len(found) > 8
     native(rig).use_threads(1)
     for one, answer in found.values():
@@ -302,7 +305,7 @@ def test_the_real_model(real: tuple[Rig, list[tuple[int, ...]]]) -> None:
     native(rig).use_threads(2)
     for settings in REAL_SETTINGS:
         rig.reset(**settings)
-        for _ in range(2):  # the second time behind prefix hits
+        for _ in range(2):  # the second time with prefix hits
             ids = [rig.start(prompt, REAL_TOKENS, logprobs=50) for prompt in prompts]
             answers = rig.run(*ids)
             for request_id, one in zip(ids, expected, strict=True):

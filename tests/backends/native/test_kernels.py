@@ -1,10 +1,10 @@
-"""Matrix products in few bits against numpy in float64, on the weights as they were packed.
+"""Matrix products in few bits, compared with numpy in float64 on the packed weights.
 
-Where the error comes from, and so how large it may be:
-- A group of 32 inputs is rounded to multiples of its peak / 127: each input moves by at most half of that. Where the
-  group is refined, what is left is rounded again in the same way, so it moves by 1 / 254 of that.
-- The sum over G groups runs in fp32: per group a product with the scale and, of Q4, one with the minimum, which are
-  large where weight and minimum cancel; per refined group one more.
+Sources of error, from which the bounds follow:
+- A group of 32 inputs is rounded to multiples of its peak / 127: each input moves by at most half of that. If the group
+  is refined, the remainder is rounded in the same way, so it moves by 1 / 254 of that.
+- The sum over G groups is fp32: per group a product with the scale and, for Q4, one with the minimum, which are large
+  if weight and minimum cancel; per refined group one more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.backends.native.matrices import Doubles, Packed, coded, floats, proje
 
 FLOAT_EPS = 2.0**-24
 SHARES = {"fast": 0, "balanced": 52, "exact": 256}  # of the groups that are refined, in 1/256
-SMALLEST = 1e-30  # groups whose peak is less count as zeros
+SMALLEST = 1e-30  # groups with a smaller peak count as zeros
 
-# Packed matrices by kind: what a file codes, and what was rounded to 8 bits
+# Packed matrices by kind: codes from a file, and floats rounded to 8 bits
 MAKERS: dict[str, Callable[[int, int, int], Packed]] = {
     "Q4_0": lambda rows, cols, seed: coded(TensorType.Q4_0, rows, cols, seed),
     "Q4_1": lambda rows, cols, seed: coded(TensorType.Q4_1, rows, cols, seed),
@@ -32,7 +32,7 @@ MAKERS: dict[str, Callable[[int, int, int], Packed]] = {
 
 
 def inputs(rows: int, cols: int, seed: int = 0) -> Floats:
-    """Groups of very different size, as the inputs of real models are."""
+    """Make groups of very different size, as the inputs of real models are."""
     rng = np.random.default_rng(seed)
     num_groups = -(-cols // GROUP)
     sizes = np.exp(rng.normal(0, 2, (rows, num_groups, 1)))
@@ -48,7 +48,7 @@ def by_group(values: Doubles | Floats) -> Doubles:
 
 
 def error_bound(part: Packed, x: Floats, refine: int) -> Doubles:
-    """[M, rows]: what the docstring above says, as numbers."""
+    """Return [M, rows]: the bounds of the module docstring."""
     steps = np.abs(by_group(x)).max(-1) / 127  # [M, G]
     num_groups = steps.shape[1]
     num_refined = -(-num_groups * refine // 256)
@@ -107,7 +107,7 @@ def test_any_number_of_rows(engine: Engine, kind: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("precision", SHARES)
 def test_the_bounds_are_close(precision: str) -> None:
-    """A bound ten times too wide would hold for a kernel that is wrong; and each precision is worth its name."""
+    """A bound ten times too wide would hold for a wrong kernel. Each precision is also close to its bound."""
     engine = Engine(1)
     part, x = MAKERS["F32"](64, 1536, 4), inputs(20, 1536)
     error = np.abs(project(engine, [part], x, SHARES[precision]) - exact([part], x))
@@ -120,8 +120,8 @@ def test_the_bounds_are_close(precision: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_lies_side_by_side(engine: Engine) -> None:
-    """Queries, keys and values may be of different kinds and sizes: each part is what it is alone, bias included."""
+def test_parts_of_a_fused_matrix_are_independent(engine: Engine) -> None:
+    """Queries, keys and values may have different kinds and sizes: each part is computed as alone, bias included."""
     sizes = {"Q4_1": 12, "Q8_0": 5, "Q4_0": 3}
     parts = [MAKERS[kind](rows, 96, rows) for kind, rows in sizes.items()]
     bias = np.random.default_rng(0).normal(size=20).astype(np.float32)
@@ -137,8 +137,8 @@ def test_what_lies_side_by_side(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("precision", SHARES)
-def test_variants_do_the_same(kind: str, precision: str) -> None:
-    """They round alike, so what is between them is the order and the fusing of fp32 sums."""
+def test_variants_agree(kind: str, precision: str) -> None:
+    """Variants round alike, so they differ only in the order and fusing of fp32 sums."""
     engine = Engine(1)
     part, refine = MAKERS[kind](67, 1536, 5), SHARES[precision]
     for num_rows in (1, 2, 7):
@@ -155,13 +155,13 @@ def test_variants_do_the_same(kind: str, precision: str) -> None:
     engine.close()
 
 
-# A row is what it is alone
+# Independence of rows
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("precision", SHARES)
-def test_a_row_does_not_depend_on_company(kind: str, precision: str) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(kind: str, precision: str) -> None:
     one, two = Engine(1), Engine(2)
     part, x, refine = MAKERS[kind](75, 352, 6), inputs(40, 352), SHARES[precision]
     whole = project(one, [part], x, refine)
@@ -179,7 +179,7 @@ def test_a_row_does_not_depend_on_company(kind: str, precision: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_no_number_stays_alone(engine: Engine, kind: str, wrong: float) -> None:
+def test_a_nan_row_does_not_affect_other_rows(engine: Engine, kind: str, wrong: float) -> None:
     part = MAKERS[kind](20, 96, 7)
     for refine in SHARES.values():
         for num_rows in (1, 2, 3, 5, 9):
@@ -194,7 +194,7 @@ def test_a_row_that_is_no_number_stays_alone(engine: Engine, kind: str, wrong: f
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_weight_that_is_no_number_breaks_its_own_output_only(engine: Engine) -> None:
+def test_a_nan_weight_affects_only_its_own_output(engine: Engine) -> None:
     values = np.random.default_rng(0).normal(size=(20, 96)).astype(np.float32)
     broken = values.copy()
     broken[11, 95] = np.nan
@@ -207,7 +207,7 @@ def test_a_weight_that_is_no_number_breaks_its_own_output_only(engine: Engine) -
             assert np.isnan(found[:, 11]).all()
 
 
-# Inputs no model should have
+# Unusual inputs
 
 
 @pytest.mark.usefixtures("kernels")
@@ -229,8 +229,8 @@ def test_tiny_and_huge_inputs(engine: Engine, size: float) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_one_number_far_above_the_others(engine: Engine) -> None:
-    """As the inputs of down_proj are. Refining its group is what keeps the others in it."""
+def test_one_outlier_in_a_group(engine: Engine) -> None:
+    """As in the inputs of down_proj. Refining the group preserves its other numbers."""
     part, x = MAKERS["F32"](32, 1536, 10), np.random.default_rng(0).normal(size=(6, 1536)).astype(np.float32)
     x[:, 700] = 48_000
     for refine in SHARES.values():
@@ -239,11 +239,11 @@ def test_one_number_far_above_the_others(engine: Engine) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_largest_groups_are_refined_and_equal_ones_from_the_left() -> None:
-    """As many as there is room for, none twice."""
+    """As many groups as fit, none twice."""
     engine = Engine(1)
     weights = np.zeros((48, 1536), np.float32)
     for row in range(48):
-        weights[row, row * 32 + 1] = 1  # output i sees one input of group i
+        weights[row, row * 32 + 1] = 1  # output i reads one input of group i
     x = np.full((1, 1536), 127.0, np.float32)
     x[0, 40 * 32 :] = 254
     x[0, 1::32] = 0.3  # 0 after 8 bits, 0.299... after 8 more

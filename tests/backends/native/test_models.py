@@ -1,5 +1,7 @@
-"""Every family gives the distributions `transformers` gives with the weights as packed: prefill, decode, chunked,
-shared, forked, preempted."""
+"""Every family has the distributions of `transformers` with the packed weights.
+
+In prefill, decode, chunks, shared and forked blocks, and after preemption.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from tests.backends.torch.families import FAMILIES
 from tests.backends.torch.rig import Answer, Rig
 from tests.weights.makers import config, write_folder
 
-# Of log-probabilities, over three layers: inputs in 16 bits, and now and then a key or value that falls to the other
-# side of a step of fp16. Measured over all families and shapes: 9e-4 at most, 1.8e-4 on average.
+# Of log-probabilities, over three layers: inputs in 16 bits, and sometimes a key or value that rounds to the other fp16
+# neighbour. Measured over all families and shapes: 9e-4 at most, 1.8e-4 on average.
 BOUND = 2e-3
 MEAN_BOUND = 4e-4
 HALF_BOUND = 1.5e-2  # attention in fp16: 8e-3 at most with gemma3, 1.4e-3 with the others
@@ -76,7 +78,7 @@ def test_one_request(pair: Pair) -> None:
 
 @pytest.fixture
 def in_halves(pair: Pair) -> Iterator[Pair]:
-    """With attention in fp16, where the kernels have that, and all else as exact as it gets."""
+    """With attention in fp16, if the kernels support it, and everything else as exact as possible."""
     runner = pair[1].engine.runner
     assert isinstance(runner, NativeRunner)
     args = runner.model._args
@@ -96,7 +98,7 @@ def test_attention_in_halves(in_halves: Pair, chunk: int) -> None:
 @pytest.mark.parametrize("precision", ["fast", "balanced", "exact"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_when_attention_may_be_in_halves(precision: str, has_bias: bool) -> None:
-    """A bias can make keys so large that their differences are lost in fp16 sums."""
+    """A bias can make keys so large that fp16 sums lose their differences."""
     spec = replace(spec_from_config(HAND_CONFIG, {}, "m", "F32"), has_qkv_bias=has_bias)
     assert may_attend_in_halves(spec, precision) == (precision != "exact" and not has_bias)
 
@@ -111,7 +113,7 @@ def test_in_chunks(pair: Pair, chunk: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_of_all_lengths(pair: Pair, overlap: bool) -> None:
-    """Prompts in progress and decodes in one pass; with a step in flight, decodes go on from their own last sample."""
+    """Prompts in progress and decodes in one pass. With a step in flight, decodes continue from the runner's sample."""
     reference, rig = pair
     rig.reset(max_chunk_tokens=16, max_num_batched_tokens=40, overlap=overlap)
     prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
@@ -170,21 +172,21 @@ def test_prompt_logprobs(pair: Pair) -> None:
 
 @pytest.mark.parametrize("precision", ROUNDED_BOUND)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_other_precisions_are_near(name: str, precision: str, tmp_path: Path) -> None:
-    """64 inputs of two groups are what rounding hurts most: this only says that it is rounding, and nothing else."""
+def test_other_precisions_are_close(name: str, precision: str, tmp_path: Path) -> None:
+    """Rounding affects 64 inputs in two groups most: this test only shows that the error is rounding."""
     reference = RoundedReference(name, tmp_path)
     rig = Rig(tmp_path, backend="native", precision=precision)
     prompt = random_prompt(6, HEAD)
     answer = rig.answer(prompt, 12)
     check(reference, prompt, answer, bound=ROUNDED_BOUND[precision])
-    with pytest.raises(AssertionError):  # it does round
+    with pytest.raises(AssertionError):  # rounding does have an effect
         check(reference, prompt, answer)
     rig.engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3"])
 def test_long_prompts(name: str, tmp_path: Path) -> None:
-    """Over many blocks, beside short ones, with a window that leaves most of them behind."""
+    """Over many blocks, in a batch with short prompts, with a window that excludes most of them."""
     reference = RoundedReference(name, tmp_path, max_position_embeddings=2048)
     rig = Rig(tmp_path, backend="native", precision="exact", max_chunk_tokens=2048, num_blocks=200)
     long, short = random_prompt(6, 1100), random_prompt(7, 40)
@@ -201,7 +203,7 @@ def test_long_prompts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral with a window"])
 @pytest.mark.parametrize("block_size", [1, 2, 8, 16, 128])
 def test_other_block_sizes(name: str, block_size: int, tmp_path: Path) -> None:
-    """The window is 24: it begins and ends anywhere in a block, and spans many of them or a part of one."""
+    """The window is 24: it starts and ends anywhere in a block, and spans many blocks or a part of one."""
     reference = RoundedReference(name, tmp_path)
     rig = Rig(tmp_path, backend="native", precision="exact", block_size=block_size, num_blocks=1000)
     prompt = random_prompt(9, HEAD)
@@ -226,7 +228,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_other_shapes(name: str, shape: str, tmp_path: Path) -> None:
-    """Nothing is a multiple of anything."""
+    """Sizes that are not multiples of each other."""
     reference = RoundedReference(name, tmp_path, **SHAPES[shape])
     rig = Rig(tmp_path, backend="native", precision="exact")
     prompts = [random_prompt(40 + length, length) for length in (3, 40, 77)]
@@ -256,9 +258,9 @@ def test_every_variant(kernels: str, tmp_path: Path) -> None:
     rig.engine.close()
 
 
-# Weights made by hand, so that 8 bits hold every input: what is left is the arithmetic between the products
+# Handmade weights, for which 8 bits hold every input: the rest of the error is the arithmetic between the products
 
-HANDS = 32  # values that one pass computes, each alone in its group of 32
+HANDS = 32  # values computed in one pass, each alone in its group of 32
 HAND_CONFIG = config(
     hidden_size=2 * HANDS,
     intermediate_size=HANDS * 32,
@@ -266,17 +268,19 @@ HAND_CONFIG = config(
     num_attention_heads=HANDS,
     num_key_value_heads=HANDS,
     head_dim=32,
-    rope_theta=1e12,  # the last pair of a head is hardly rotated
+    rope_theta=1e12,  # the last pair of a head is almost not rotated
     rms_norm_eps=1e-6,
 )
-HAND_SIZE = 127 / 128  # a number that packing keeps
+HAND_SIZE = 127 / 128  # a number that packing preserves
 HAND_NORMED = HAND_SIZE / np.sqrt(HAND_SIZE**2 + 1e-6)
 HAND_BOUND = 1e-6
 
 
 def hand_made(folder: Path, activation: Activation, block_size: int, **weights: Floats) -> Floats:
-    """Zeros but for these. The last hidden state of token 1 after token 0 [E]: their embeddings are HAND_SIZE
-    everywhere, but negative in one place of token 0."""
+    """Return the last hidden state [E] of token 1 after token 0, with weights of zero except for these.
+
+    The embeddings are HAND_SIZE everywhere, but negative in one place of token 0.
+    """
     arrays = {
         name: np.full(shape, float(len(shape) == 1), np.float32)
         for name, shape in expected_tensors(spec_from_config(HAND_CONFIG, {}, "m", "F32")).items()
@@ -301,7 +305,7 @@ def hand_made(folder: Path, activation: Activation, block_size: int, **weights: 
 
 
 def check_hand(found: Floats, added: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-    """`added` comes to the first places of the residual stream; then its norm is taken."""
+    """Compare after adding `added` to the first places of the residual stream and taking the norm."""
     expected = np.full(2 * HANDS, HAND_SIZE)
     expected[:HANDS] += added
     expected /= np.sqrt((expected**2).mean() + 1e-6)
@@ -326,12 +330,12 @@ def test_activations_by_hand(activation: Activation, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_attention_by_hand(block_size: int, tmp_path: Path) -> None:
-    """Each head weighs a value of 0, of the token before, against one of 1: the weight is a sigmoid of the score."""
+    """Each head weighs a value of 0, of the first token, against one of 1: the weight is a sigmoid of the score."""
     scores = np.linspace(-20, 20, HANDS).astype(np.float16)
     shape = (HANDS * 32, 2 * HANDS)
     q, k, v = (np.zeros(shape, np.float32) for _ in range(3))
     o = np.zeros(shape[::-1], np.float32)
-    q[15::32, 1] = 127 / 64  # of a head, dimension 15 is half of the last pair
+    q[15::32, 1] = 127 / 64  # dimension 15 of a head is half of the last pair
     k[15::32, 0] = k[15::32, 1] = scores / 2
     v[::32, 0] = v[::32, 1] = 127 / 256
     o[np.arange(HANDS), np.arange(HANDS) * 32] = 127 / 64

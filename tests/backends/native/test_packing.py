@@ -1,4 +1,4 @@
-"""What is packed is what the file holds: unpacked again, and judged by gguf's own decoders."""
+"""Packed weights hold the contents of the file: unpacked again, and compared with gguf's own decoders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.weights.makers import config, llama_arrays, tiny_gguf, write_folder
 ROWS = (1, 7, 8, 9, 33)
 COLUMNS = (1, 31, 32, 33, 64, 100, 289)
 PLAIN = (TensorType.F32, TensorType.F16, TensorType.BF16)
-HALF_EPS = 2.0**-11  # of fp16, half a step
-SMALLEST_SCALE = 2.0**-24  # of fp16
+HALF_EPS = 2.0**-11  # half a step of fp16
+SMALLEST_SCALE = 2.0**-24  # in fp16
 
-# What the file codes itself
+# Types whose codes are kept
 
 
 @pytest.mark.parametrize("type", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
@@ -55,13 +55,15 @@ def test_q4_k_is_kept_to_fp16_of_its_scales(rows: int) -> None:
     bound = HALF_EPS * (np.abs(packed.file) + 2 * minima) + 16 * SMALLEST_SCALE / 2
     difference = np.abs(packed.unpack() - packed.file)
     assert (difference <= bound * 1.001).all()
-    assert difference.max() > 0  # or else the bound says nothing
+    assert difference.max() > 0  # otherwise the bound would be untested
 
 
 @pytest.mark.parametrize(("scale", "minimum"), [(0.5, 0.25), (1027 / 1024, 1.0), (1.0, 1027 / 1024), (6e-8, 1e-5)])
 def test_q4_k_by_hand(scale: float, minimum: float) -> None:
-    """Scales of 6 bits: of the first four groups whole, of the others in pieces of both ends of 12 bytes. Products that
-    fp16 does not hold go to the nearest, ties to even."""
+    """Test 6-bit scales: those of the first four groups are contiguous, the others split over both ends of 12 bytes.
+
+    Products that fp16 does not hold are rounded to nearest, ties to even.
+    """
     block = np.zeros(144, np.uint8)
     both = np.array([scale, minimum], "<f2")
     block[:4] = both.view(np.uint8)
@@ -78,11 +80,11 @@ def test_q4_k_by_hand(scale: float, minimum: float) -> None:
     assert np.array_equal(found, rounded[:, :1] * codes - rounded[:, 1:])
 
 
-# What becomes 8 bits
+# Types that become 8 bits
 
 
 def half_steps(values: Floats) -> Floats:
-    """[rows, cols]: what rounding to 8 bits may move each number by, if its group's scale is rounded to fp16."""
+    """Return [rows, cols]: how far rounding to 8 bits may move each number if the group's scale is rounded to fp16."""
     rows, cols = values.shape
     padded = np.zeros((rows, -(-cols // GROUP) * GROUP), np.float32)
     padded[:, :cols] = np.abs(values)
@@ -104,13 +106,13 @@ def test_numbers_are_kept_to_half_a_step(type: TensorType, rows: int, cols: int)
 @pytest.mark.parametrize("type", PLAIN)
 @pytest.mark.parametrize("peak", [1e-5, 1e-4, 1e-3, 7e-3, 1.0, 3e4, 6e4])
 def test_small_and_large_numbers_are_kept_to_half_a_step(type: TensorType, peak: float) -> None:
-    """Under 7e-3 a group's scale is subnormal in fp16: it has fewer bits, and must still reach the largest number."""
+    """Below 7e-3 a group's scale is subnormal in fp16: it has fewer bits, and must still reach the largest number."""
     values = np.random.default_rng(0).uniform(-peak, peak, (40, 64))
     packed = floats(values, type)
     assert (np.abs(packed.unpack() - packed.file) <= half_steps(packed.file)).all()
 
 
-def test_numbers_past_what_a_scale_reaches_stay_large() -> None:
+def test_numbers_beyond_the_largest_scale_stay_large() -> None:
     packed = floats(np.array([[1e30, -1e30, 1.0, 0.0]]))
     assert packed.unpack()[0, :2].tolist() == [65504.0 * 127, -65504.0 * 127]
 
@@ -121,7 +123,7 @@ def test_zeros_stay_zeros() -> None:
     assert np.array_equal(floats(values).unpack(), floats(values).file)
 
 
-def test_numbers_that_8_bits_hold_are_kept_as_they_are() -> None:
+def test_numbers_that_fit_8_bits_are_kept_exactly() -> None:
     codes = np.arange(-127, 129, dtype=np.float32).clip(-127, 127).reshape(8, 32)
     codes[:, 0] = 127
     assert np.array_equal(floats(codes / 64).unpack(), codes / 64)
@@ -130,8 +132,8 @@ def test_numbers_that_8_bits_hold_are_kept_as_they_are() -> None:
 @pytest.mark.parametrize("type", PLAIN)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 5, 31, 40, 69])
-def test_what_is_no_number_stays_none(type: TensorType, wrong: float, column: int) -> None:
-    """Its group says so, wherever in the group it stands; nobody else's does."""
+def test_nan_stays_nan(type: TensorType, wrong: float, column: int) -> None:
+    """Its whole group becomes NaN, whatever its position in the group; other groups do not."""
     values = np.random.default_rng(0).normal(size=(9, 70))
     values[3, column] = wrong
     is_sound = np.isfinite(floats(values, type).unpack())
@@ -142,16 +144,16 @@ def test_what_is_no_number_stays_none(type: TensorType, wrong: float, column: in
     assert is_sound[expected].all()
 
 
-# How it lies
+# Layout
 
 
 @pytest.mark.parametrize("type", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
-def test_rows_that_fill_a_panel_up_are_zeros(type: TensorType) -> None:
+def test_padding_rows_of_a_panel_are_zeros(type: TensorType) -> None:
     padding = coded(type, 11, 64).unpack(rows=16)[11:]
     assert not padding.any()
 
 
-def test_columns_that_fill_a_group_up_are_zeros() -> None:
+def test_padding_columns_of_a_group_are_zeros() -> None:
     whole = floats(np.ones((3, 70))).unpack(rows=8, cols=96)
     assert whole[:3, :70].all()
     assert not whole[3:].any()
@@ -163,11 +165,11 @@ def test_packed_bytes(kind: int, group_bytes: int) -> None:
     size = load_library().quire_packed_bytes
     assert size(kind, 1, 1) == size(kind, PANEL, GROUP) == group_bytes
     assert size(kind, 9, 33) == 4 * group_bytes
-    assert size(kind, 8_000_000, 32_000) == 1_000_000 * 1000 * group_bytes  # past 32 bits
+    assert size(kind, 8_000_000, 32_000) == 1_000_000 * 1000 * group_bytes  # more than 32 bits
 
 
-def test_bytes_lie_as_the_header_says() -> None:
-    """[step of 4 inputs][row][input of the step]; a byte of Q4 has the place 16 inputs on in its high nibble."""
+def test_byte_order_matches_the_header_comment() -> None:
+    """[step of 4 inputs][row][input of the step]; the high nibble of a Q4 byte is the place 16 inputs later."""
     values = np.arange(256).reshape(8, 32) % 251 - 125.0
     values[:, 0] = 127
     eight = floats(values)
@@ -226,13 +228,13 @@ def test_a_gguf_file_of_mixed_types(tmp_path: Path, num_threads: int) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(tiny_gguf())
     checkpoint = open_checkpoint(path)
-    told: list[tuple[int, int]] = []
-    packed = pack_model(checkpoint, num_threads, lambda *progress: told.append(progress))
+    reports: list[tuple[int, int]] = []
+    packed = pack_model(checkpoint, num_threads, lambda *progress: reports.append(progress))
     check_model(checkpoint, packed, checkpoint.spec)
     kinds = [part.kind for part in packed.layers[0].qkv.parts]
     assert kinds == [0, 0, 1]  # Q4_0, Q4_0 and F16 side by side
-    assert len(told) == len(checkpoint.tensors)
-    assert told[-1][0] == told[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())
+    assert len(reports) == len(checkpoint.tensors)
+    assert reports[-1][0] == reports[-1][1] == sum(info.num_bytes for info in checkpoint.tensors.values())
     assert packed.num_bytes == sum(array.nbytes for array in packed.arrays)
     checkpoint.close()
 
@@ -248,7 +250,7 @@ def test_a_folder_of_bfloat16(tmp_path: Path) -> None:
     checkpoint.close()
 
 
-def test_what_has_no_weights_gets_the_same_ones_each_time(tmp_path: Path) -> None:
+def test_dummy_weights_are_the_same_each_time(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", config())
     (folder / "model.safetensors").unlink()
     checkpoint = open_checkpoint(folder, "dummy")
@@ -261,7 +263,7 @@ def test_what_has_no_weights_gets_the_same_ones_each_time(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("type", [TensorType.Q5_0, TensorType.Q5_1, TensorType.Q5_K, TensorType.Q6_K])
-def test_other_codes_of_a_file_go_through_numbers(type: TensorType, tmp_path: Path) -> None:
+def test_other_quantised_types_are_converted_through_floats(type: TensorType, tmp_path: Path) -> None:
     from tests.weights.makers import Tensor, llama_keys, llama_tensors, make_gguf
     from tests.weights.test_quants import random_blocks
 

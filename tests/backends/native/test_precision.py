@@ -1,4 +1,4 @@
-"""The native backend's distributions against fp32 of the same weights, over a part of what `tests.precision` asks."""
+"""The native backend's distributions compared with fp32 of the same weights, over a part of `tests.precision`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(default_model: Path) -> Iterator[ModelText]:
 
 
 class Remembered:
-    """The reference, asked once for each passage."""
+    """The reference, computed once for each passage."""
 
     def __init__(self, path: Path) -> None:
         self.reference = Reference(path)
@@ -82,10 +82,10 @@ def test_native_is_close_to_fp32(default_model: Path, reference: Remembered, pas
     assert verdict.num_positions > sum(WINDOWS)
 
 
-def test_8_bits_everywhere_would_be_found_out(
+def test_8_bits_everywhere_fail_the_comparison(
     default_model: Path, reference: Remembered, passages: list[Passage]
 ) -> None:
-    """On prose their KL is near the bar, but one first token in thirty is another."""
+    """On prose the KL is near the limit, but one first token in thirty differs."""
     rounded = Rounded(default_model)
     try:
         misses = verdict_of(rounded, reference, passages[:1]).misses
@@ -94,7 +94,7 @@ def test_8_bits_everywhere_would_be_found_out(
     assert any("top-1" in miss for miss in misses)
 
 
-# The judge itself
+# The comparison itself
 
 
 def test_a_model_agrees_with_itself() -> None:
@@ -107,7 +107,7 @@ def test_a_model_agrees_with_itself() -> None:
     assert not found.misses
 
 
-def test_distances_are_those_worked_out_by_hand() -> None:
+def test_distances_match_a_hand_calculation() -> None:
     """Two positions over two tokens: 3/4 and 1/4 against halves; the same; and the text is token 0, then 1."""
     reference = np.log(np.array([[3, 1], [1, 3]], np.float32))
     logits = np.log(np.array([[1, 1], [1, 3]], np.float32))
@@ -117,7 +117,7 @@ def test_distances_are_those_worked_out_by_hand() -> None:
     assert found.is_same.tolist() == [True, True]
     assert found.surprise[0] == pytest.approx(np.log(2))
     assert found.reference_surprise[0] == pytest.approx(np.log(4))
-    assert np.isnan(found.surprise[1])  # nothing follows it
+    assert np.isnan(found.surprise[1])  # no token follows it
     whole = judge("", found)
     assert whole.num_positions == 2
     assert whole.max_kl == pytest.approx(distance)
@@ -142,7 +142,7 @@ def test_every_bar_can_be_missed() -> None:
         assert [word in miss for miss in misses] == ([True] if word else []), change
 
 
-def test_what_chats_share_is_judged_once() -> None:
+def test_shared_prefixes_of_chats_are_compared_once() -> None:
     one, two = chat_passages([(1, 2, 3, 4), (1, 2, 5)], [(7, 8), (9,)])
     assert one == Passage((1, 2, 3, 4, 7, 8), (("chat, prompts", 0, 3), ("chat, answers", 3, 6)))
     assert two == Passage((1, 2, 5, 9), (("chat, prompts", 2, 2), ("chat, answers", 2, 4)))

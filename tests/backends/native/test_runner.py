@@ -1,4 +1,4 @@
-"""The runner around the library: what it refuses, what it survives, and what it says of itself."""
+"""The native runner: the plans it refuses, the failures it survives, and the facts it reports."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] =
     return list(result.tokens)
 
 
-# What C trusts
+# Checks before C
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def run(runner: NativeRunner, *slices: SeqSlice, copies: tuple[BlockCopy, ...] =
         plan(piece(), copies=(BlockCopy(NUM_BLOCKS, 1),)),
         plan(piece(), copies=(BlockCopy(-1, 1),)),
         plan(piece(), copies=(BlockCopy(2, 3), BlockCopy(1, -1))),
-        plan(piece(block_table=[NUM_BLOCKS]), copies=(BlockCopy(1, 2),)),  # the copy is sound, the step is not
+        plan(piece(block_table=[NUM_BLOCKS]), copies=(BlockCopy(1, 2),)),  # the copy is valid, the step is not
     ],
 )
-def test_a_plan_that_leads_out_of_memory_changes_nothing(runner: NativeRunner, wrong: StepPlan) -> None:
+def test_an_out_of_bounds_plan_changes_nothing(runner: NativeRunner, wrong: StepPlan) -> None:
     run(runner, piece(), piece(batch_index=1, block_table=[NUM_BLOCKS - 1]))
     before = runner.model.pool.copy()
     with pytest.raises(InvariantViolation):
@@ -166,7 +166,7 @@ def test_copies_are_whole_blocks_of_every_layer(runner: NativeRunner) -> None:
     assert np.array_equal(blocks[:, others], before[:, others])
 
 
-def test_only_what_is_no_number_is_purged(runner: NativeRunner) -> None:
+def test_only_values_that_are_not_finite_are_purged(runner: NativeRunner) -> None:
     model = runner.model
     halves = model.pool[:-64].view(np.float16).reshape(model.spec.num_layers, NUM_BLOCKS, -1)
     halves[:] = np.random.default_rng(0).normal(size=halves.shape).astype(np.float16)
@@ -178,8 +178,8 @@ def test_only_what_is_no_number_is_purged(runner: NativeRunner) -> None:
     assert np.array_equal(halves, expected, equal_nan=True)
 
 
-def test_what_a_step_writes_are_its_own_slots(runner: NativeRunner) -> None:
-    """Keys lie [head][dimension][batch index], values [head][batch index][dimension], one after the other."""
+def test_a_step_writes_only_its_own_positions(runner: NativeRunner) -> None:
+    """Keys are [head][dimension][position], values [head][position][dimension], one after the other."""
     model, spec = runner.model, runner.model.spec
     blocks = model.pool[:-64].view(np.float16).reshape(spec.num_layers, NUM_BLOCKS, -1)
     blocks[:] = 7
@@ -198,11 +198,11 @@ def test_what_a_step_writes_are_its_own_slots(runner: NativeRunner) -> None:
             assert not values[:, :, spec.head_size :].any()
 
 
-# What is not a number
+# NaN and infinity
 
 
 POISONED = 50  # a token
-SOUND: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # so that no answer holds it
+SOUND: dict[str, Any] = {"logit_bias": {POISONED: -100.0}}  # keeps it out of answers
 
 
 def sound_prompt(seed: int, length: int) -> list[int]:
@@ -215,8 +215,8 @@ def poisoned_rig(folder: Path, *poison: Any) -> Rig:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_poisoned_token_ends_its_own_requests_and_leaves_nothing(tmp_path: Path, value: float) -> None:
-    """A poisoned embedding: every context with that token is lost, whole or half computed, and no other."""
+def test_a_poisoned_token_fails_only_its_own_requests(tmp_path: Path, value: float) -> None:
+    """With a poisoned embedding, every context with that token fails, complete or not, and no other does."""
     sound = poisoned_rig(tmp_path / "sound")
     rig = poisoned_rig(tmp_path / "poisoned", "model.embed_tokens.weight", (POISONED, 17), value)
     for place in (0, 20, 59):
@@ -229,15 +229,15 @@ def test_a_poisoned_token_ends_its_own_requests_and_leaves_nothing(tmp_path: Pat
         assert answers[ids[1]].error == BROKEN
         assert answers[ids[1]].tokens == []
         check_same(answers[ids[0]], sound.answer(good, 4, **SOUND))
-        for number in range(4):  # through all blocks of the small pool
+        for number in range(4):  # uses all blocks of the small pool
             prompt = sound_prompt(20 + number, 60)
             check_same(rig.answer(prompt, 4, **SOUND), sound.answer(prompt, 4, **SOUND))
     sound.engine.close()
     rig.engine.close()
 
 
-def test_a_poisoned_chunk_is_known_before_its_prompt_ends(tmp_path: Path) -> None:
-    """Nothing is sampled from it yet; but what it left must not be found by others."""
+def test_a_poisoned_chunk_is_detected_before_its_prompt_ends(tmp_path: Path) -> None:
+    """No token is sampled from it yet, but other requests must not find its blocks."""
     runner = open_runner(
         write_folder(tmp_path / "m", config(), arrays_with("model.embed_tokens.weight", (POISONED, 17)))
     )
@@ -272,8 +272,8 @@ def test_a_poisoned_chunk_is_known_before_its_prompt_ends(tmp_path: Path) -> Non
         "lm_head.weight",
     ],
 )
-def test_weights_that_are_no_numbers_never_give_a_token(name: str, tmp_path: Path) -> None:
-    """One is enough, wherever it stands: no kernel takes it for a number."""
+def test_nan_weights_never_produce_a_token(name: str, tmp_path: Path) -> None:
+    """One value is enough, wherever it is: no kernel treats it as a number."""
     rig = poisoned_rig(tmp_path / "m", name, 7)
     ids = [rig.start(sound_prompt(number, 2 + 17 * number), 3) for number in range(3)]
     answers = rig.run(*ids)
@@ -287,7 +287,7 @@ def test_weights_that_are_no_numbers_never_give_a_token(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8, 300])
 def test_other_numbers_of_threads(runner: NativeRunner, num_threads: int) -> None:
-    """More than there are units of work, or cores, or than the library takes: the same tokens, to the bit."""
+    """More threads than units of work, cores, or the library's limit: the same tokens, to the bit."""
     batch = list(range(20))
     expected = runner.model.logits(batch)
     runner.use_threads(num_threads)
@@ -298,13 +298,13 @@ def test_other_numbers_of_threads(runner: NativeRunner, num_threads: int) -> Non
 
 
 @pytest.mark.parametrize("num_threads", [0, -1])
-def test_no_threads_are_refused(runner: NativeRunner, num_threads: int) -> None:
+def test_invalid_thread_counts_are_refused(runner: NativeRunner, num_threads: int) -> None:
     with pytest.raises(InvalidRequest):
         runner.use_threads(num_threads)
     run(runner, piece())
 
 
-def test_threads_come_and_go(runner: NativeRunner) -> None:
+def test_the_thread_count_can_change_repeatedly(runner: NativeRunner) -> None:
     expected = runner.model.logits(TOKENS)
     for number in range(60):
         runner.use_threads(1 + number % 3)
@@ -335,9 +335,9 @@ print("alive")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's memory is Linux's")
-def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
-    """In a process of its own, whose address space ends: 4000 tokens want some 100 MB."""
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit of a process works on Linux only")
+def test_a_step_without_memory_fails_only_its_requests(tmp_path: Path) -> None:
+    """Runs in a process with a limited address space: 4000 tokens need about 100 MB."""
     settings = config(max_position_embeddings=4096, intermediate_size=2048)
     rng = np.random.default_rng(0)
     arrays = {
@@ -349,7 +349,7 @@ def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
     assert child.stdout.endswith("alive\n"), child.stderr
 
 
-# What it says of itself
+# Reported facts
 
 
 def test_facts_and_capacity(model_path: Path) -> None:
@@ -377,12 +377,12 @@ def test_facts_and_capacity(model_path: Path) -> None:
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
         {"max_model_len": 257},
-        {"num_threads": 4096},
+        {"threads": 4096},
         {"num_blocks": 1 << 30},
-        {"num_blocks": None, "kv_bytes": 1},
+        {"num_blocks": None, "kv_memory": 1},
     ],
 )
-def test_what_cannot_be_is_refused(model_path: Path, settings: dict[str, Any]) -> None:
+def test_unsupported_settings_are_refused(model_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(reversed(settings)))):
         open_runner(model_path, **settings)
 

@@ -1,4 +1,4 @@
-"""The native sampler against the one that defines it, `quire.backends.torch.sampling`, on the same logits."""
+"""The native sampler compared with its definition, `quire.backends.torch.sampling`, on the same logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.backends.torch.test_sampling import row
 
 CPU = torch.device("cpu")
 INF = math.inf
-MARGIN = 1e-6  # by so much may sums and exponentials differ between two machines
+MARGIN = 1e-6  # allowed difference of sums and exponentials between two machines
 
 Masks = Mapping[int, bytes]
 
@@ -50,9 +50,9 @@ def reference(logits: Floats, rows: Sequence[SeqSlice], masks: Masks | None = No
 
 
 def is_settled(logits: Floats, piece: SeqSlice) -> bool:
-    """Whether no decision on the way to this row's token is so close that another exponential could turn it.
+    """Return whether no decision for this row's token is so close that another exponential could change it.
 
-    Of the logits [V] after penalties, bias and what is forbidden.
+    `logits` [V] are those after penalties, bias and forbidden tokens.
     """
     params = piece.sampling
     if params.is_greedy:
@@ -116,7 +116,7 @@ def random_row(rng: Random, vocab_size: int, batch_index: int) -> SeqSlice:
 
 
 def random_logits(rng: Random, num_rows: int, vocab_size: int) -> Floats:
-    """Flat or steep; some with equal logits, some with minus infinity."""
+    """Make flat or steep logits; some rows have equal logits, some minus infinity."""
     logits = normal(rng, num_rows, vocab_size, rng.choice([0.3, 3.0, 8.0])) + np.float32(rng.choice([0, -30, 30]))
     if rng.random() < 0.3:
         logits = logits.round()
@@ -147,9 +147,7 @@ def test_a_mixed_batch_follows_the_definition(sampler: NativeSampler, vocab_size
 
 @pytest.mark.parametrize("vocab_size", [7, 63, 64, 65, 200, 9001])
 @pytest.mark.parametrize("is_nearly_full", [False, True])
-def test_exactly_what_a_mask_forbids_is_forbidden(
-    sampler: NativeSampler, vocab_size: int, is_nearly_full: bool
-) -> None:
+def test_a_mask_forbids_exactly_its_tokens(sampler: NativeSampler, vocab_size: int, is_nearly_full: bool) -> None:
     rng = Random(vocab_size)
     logits = normal(rng, 3, vocab_size)
     before = logits.copy()
@@ -159,12 +157,12 @@ def test_exactly_what_a_mask_forbids_is_forbidden(
     is_allowed[:, -1] = True
     masks = {index: np.packbits(is_allowed[index], bitorder="little").tobytes() for index in (0, 2)}
     run(sampler, logits, [row(SamplingParams(temperature=0), [1], batch_index=index) for index in range(3)], masks)
-    is_allowed[1] = True  # it has no mask
+    is_allowed[1] = True  # this row has no mask
     assert logits.tolist() == np.where(is_allowed, before, -INF).tolist()
 
 
 def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None:
-    """Not even where a decision is close: the same sums in the same order."""
+    """Not even if a decision is close: the sums are the same in the same order."""
     rng = Random(5)
     for vocab_size in (50, 2500):
         logits = normal(rng, 8, vocab_size)
@@ -190,7 +188,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sampler: NativeSampler) -> None
     ],
 )
 def test_equal_logits(sampler: NativeSampler, fields: dict[str, Any]) -> None:
-    """Whole numbers only: where the sets end, there are hundreds of equals. Zeros have both signs."""
+    """Whole numbers only: at the ends of the sets there are hundreds of equal logits. Zeros have both signs."""
     one = normal(Random(1), 1, 9100, 2.0).round()
     one[0, :500] = -INF
     rows = [
@@ -203,7 +201,7 @@ def test_equal_logits(sampler: NativeSampler, fields: dict[str, Any]) -> None:
 
 
 def test_all_equal(sampler: NativeSampler) -> None:
-    """Half of a thousand equals is five hundred, and ties keep all: the draws spread over everything."""
+    """Half of a thousand equal tokens is five hundred, and ties keep all: the draws spread over all of them."""
     logits = np.zeros((400, 1000), np.float32)
     for fields in ({}, {"top_p": 0.5}, {"top_k": 3}):
         rows = [row(SamplingParams(seed=seed, **fields), [1], batch_index=seed) for seed in range(400)]
@@ -220,7 +218,7 @@ def test_the_first_of_the_largest_is_taken(sampler: NativeSampler) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9999}, {"top_k": 7}, {"top_k": 9}, {"min_p": 0.001}])
 def test_the_ends_of_the_draw(sampler: NativeSampler, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 takes the first token that has any weight, and what rounds to 1 the last: never one that is forbidden."""
+    """0 takes the first token with any weight, and a draw that rounds to 1 the last, never a forbidden one."""
     logits = np.full((1, 5000), -INF, np.float32)
     logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = [1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]
     for draw, token in ((0.0, 11), (1.0, 4501)):
@@ -231,7 +229,7 @@ def test_the_ends_of_the_draw(sampler: NativeSampler, fields: dict[str, Any], mo
 
 
 def test_draws_follow_the_probabilities(sampler: NativeSampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly spread draws fall on each token as often as its probability says, to within one."""
+    """Evenly spread draws select each token as often as its probability requires, to within one."""
     monkeypatch.setattr("quire.backends.native.sampling.uniform", lambda seed, *_: (seed + 0.5) / 500)
     one = normal(Random(2), 1, 6000, 1.0) - np.float32(12)
     one[0, [3, 127, 128, 5999]] = [1.0, 2.0, 0.5, 1.7]
@@ -247,15 +245,15 @@ def test_draws_follow_the_probabilities(sampler: NativeSampler, monkeypatch: pyt
             assert abs(tokens.count(token) - 500 * weights[token] / weights.sum()) < 1.5
 
 
-def test_broken_and_blocked_rows_are_marked_alone(sampler: NativeSampler) -> None:
+def test_only_broken_and_blocked_rows_are_marked(sampler: NativeSampler) -> None:
     logits = normal(Random(4), 12, 4100)
     logits[1, 4000] = math.nan
     logits[2, 7] = INF
     logits[3] = -INF
-    logits[6, 3000] = math.nan  # and forbidden: the model is broken all the same
+    logits[6, 3000] = math.nan  # and forbidden: the model is still broken
     logits[7] = math.nan
     logits[9, 4099] = -math.nan
-    logits[10, 0] = 3e38  # a number, but not after division
+    logits[10, 0] = 3e38  # finite, but not after the division
     many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
     fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many, {}, many, {}]
     rows = [
@@ -291,7 +289,7 @@ def test_a_broken_logit_is_found_wherever_a_mask_hides_it(sampler: NativeSampler
 
 
 def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSampler) -> None:
-    """Also where the history is one token short, since a step is in flight, and where batch indices change hands."""
+    """Also if the history is one token short because a step is in flight, and if batch indices are reused."""
     vocab_size = 300
     ours, theirs = Penalties(vocab_size), definition.Penalties(vocab_size, CPU)
     rng = Random(3)
@@ -306,12 +304,12 @@ def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSample
     prompts = [rng.choices(range(vocab_size), k=6) for _ in fields]
     answers: list[list[int]] = [[] for _ in fields]
     owners = [(index + 1, 0) for index in range(4)]
-    said = set()
+    sampled = set()
     for step in range(12):
         if step == 5:
             ours.release(0)
             theirs.release(0)
-            owners[0], owners[1], owners[3] = (9, 0), (2, 1), (10, 0)  # others in 0 and 3; 1 comes back
+            owners[0], owners[1], owners[3] = (9, 0), (2, 1), (10, 0)  # 0 and 3 are reused; 1 was preempted
             answers[0], answers[3] = [], []
         rows, last = [], []
         for index in rng.sample(range(4), 4 if step % 3 else 2):
@@ -333,8 +331,8 @@ def test_penalties_follow_the_definition_from_step_to_step(sampler: NativeSample
         assert sampler.sample(many, rows, ours, np.array(last, np.int32), None).tokens.tolist() == wanted, step
         for piece, token in zip(rows, wanted, strict=True):
             answers[piece.batch_index].append(token)
-            said.add(token)
-    assert len(said) > 5  # the penalties did something
+            sampled.add(token)
+    assert len(sampled) > 5  # the penalties did something
 
 
 def assert_same(one: TokenLogprobs, other: TokenLogprobs) -> None:
@@ -378,10 +376,10 @@ def test_prompt_logprobs(sampler: NativeSampler) -> None:
     flat[0, ::2] = -0.0
     (entry,) = sampler.rank_tokens(flat, [299], 5)
     assert entry.rank == 0
-    assert [token for token, _ in entry.top] == [0, 1, 2, 3, 4]  # equal ones by their ids
+    assert [token for token, _ in entry.top] == [0, 1, 2, 3, 4]  # equal ones by id
 
 
-def test_c_is_not_told_what_is_not_so(sampler: NativeSampler) -> None:
+def test_wrong_arguments_do_not_reach_c(sampler: NativeSampler) -> None:
     logits = normal(Random(7), 4, 100)
     rows = [row(SamplingParams(), [1], batch_index=batch_index) for batch_index in range(4)]
     with pytest.raises(InvariantViolation):

@@ -1,7 +1,7 @@
 """Compiles every kernel of some models for an H200, without one: `python -m tests.backends.torch.compile_child FOLDER`
 
-Prints what Triton or ptxas complain of. Its parent sets what Triton reads when it is
-imported: no interpreter, and a cache of its own.
+Prints the errors of Triton and ptxas. The parent sets the variables that Triton reads at import: no interpreter, and a
+separate cache.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def launcher(_source: object, _metadata: object) -> None:
-    """The stub that passes arguments is for a machine with a GPU."""
+    """Replaces the stub that passes arguments, which needs a machine with a GPU."""
 
 
 def uncounted(vocab_size: int) -> Calls:
-    """What is compiled when someone first has a penalty."""
+    """Return the kernels that are compiled for the first request with a penalty."""
     ints = torch.empty(16, dtype=torch.int32, device="meta")
     return [partial(count, torch.empty(2, vocab_size, dtype=torch.int32, device="meta"), ints, ints, ints, ints)]
 

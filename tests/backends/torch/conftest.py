@@ -1,4 +1,4 @@
-"""What tests of the torch backend share."""
+"""Fixtures for tests of the torch backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models of every family, made and judged by `transformers`: the same config, the same weights."""
+"""Small random models of every family, made by `transformers`, which is also the reference for their results."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 class Reference:
-    """What `transformers` says of the same weights, in fp32. `dtype`: what the weights are rounded to and saved in."""
+    """`transformers` with the same weights, in fp32. `dtype`: the type that the weights are rounded to and saved in."""
 
     def __init__(
         self, name: str, folder: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any
@@ -117,7 +117,7 @@ class Reference:
         self.path = folder
 
     def running_in(self, dtype: torch.dtype, device: str = "cpu") -> Any:
-        """The same model of `transformers`, computing in that type."""
+        """Return the same model of `transformers`, computing in that type."""
         return copy.deepcopy(self.model).to(device, dtype)
 
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
@@ -126,7 +126,7 @@ class Reference:
 
 @torch.inference_mode()
 def logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
-    """[len(tokens), V]: row i is about the token after position i."""
+    """Return [len(tokens), V]: row i predicts the token after position i."""
     device = next(model.parameters()).device
     logits = model(input_ids=torch.tensor([list(tokens)], device=device)).logits[0]
     return torch.log_softmax(logits.float(), -1).cpu()

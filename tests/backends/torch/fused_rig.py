@@ -1,4 +1,4 @@
-"""The rig, over the GPU's runner: its kernels run in Triton's interpreter where there is no GPU."""
+"""The rig over the GPU runner. Without a GPU its kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

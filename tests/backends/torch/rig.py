@@ -22,18 +22,18 @@ from quire.engine.structured.masks import Matcher
 @dataclass
 class Answer:
     tokens: list[int] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)  # the distribution each token was taken from
-    prompt_rows: dict[int, Tensor] = field(default_factory=dict)  # by position of the token it is about
+    rows: list[Tensor] = field(default_factory=list)  # the distribution from which each token was sampled
+    prompt_rows: dict[int, Tensor] = field(default_factory=dict)  # by position of the predicted token
     num_cached_tokens: int = 0
     error: str | None = None
 
 
 class Rig:
-    """An engine that counts what its plans do."""
+    """An engine that counts the operations of its plans."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.config = EngineConfig(
-            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "num_threads": 1, **settings}
+            **{"backend": "torch", "num_blocks": 64, "max_num_seqs": 8, "threads": 1, **settings}
         )
         self.engine: Engine = make_engine(path, self.config)
         self.vocab_size = self.engine.capacity.vocab_size
@@ -45,7 +45,7 @@ class Rig:
     def reset(
         self, *, overlap: bool = False, num_blocks: int | None = None, max_num_seqs: int | None = None, **settings: Any
     ) -> None:
-        """A new scheduler and an empty cache over the same weights, maybe with fewer blocks and sequences."""
+        """Make a new scheduler and an empty cache over the same weights, optionally with fewer blocks and sequences."""
         runner = self.engine.runner
         whole = runner.capacity()
         capacity = replace(
@@ -55,7 +55,7 @@ class Rig:
             max_num_seqs=max_num_seqs or whole.max_num_seqs,
         )
         config = replace(self.config, **settings)
-        # The fake only says how large everything is.
+        # The fake runner only reports the capacity.
         self.engine = Engine(runner, make_scheduler(FakeRunner(capacity), config), on_plan=self._count)
         self.engine.capacity = capacity
         self.num_copies = self.num_computed = 0
@@ -121,6 +121,6 @@ class Rig:
 
 
 def same_rows(answer: Answer, expected: Tensor, num_prompt: int) -> float:
-    """The largest difference between an answer's distributions and [positions, V] of the whole sequence."""
+    """Return the largest difference between an answer's distributions and [positions, V] of the whole sequence."""
     rows = torch.stack(answer.rows)
     return float((rows - expected[num_prompt - 1 : num_prompt - 1 + len(rows)]).abs().max())

@@ -1,4 +1,4 @@
-"""Every family in bf16 is as near to fp32 as `transformers` in bf16, on the same weights."""
+"""Every family in bf16 is as close to fp32 as `transformers` in bf16, with the same weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.backends.torch.families import FAMILIES, Reference, logprobs
 from tests.backends.torch.rig import Rig
 
-# Of the mean distance of log-probabilities from fp32: ours against theirs. All families lie between 0.8 and 0.95. With
+# Mean distance of log-probabilities from fp32, ours relative to theirs. All families are between 0.8 and 0.95. With
 # Gemma's norms rounded to bf16 it is 1.09 to 1.15.
 MOST = 1.0
 LENGTHS = (40, 70, 100)
@@ -24,7 +24,7 @@ def prompt(length: int) -> list[int]:
 
 
 def prompt_rows(rig: Rig, tokens: list[int]) -> Tensor:
-    """The distributions after each token but the last."""
+    """Return the distributions after each token but the last."""
     found = rig.answer(tokens, 1, prompt_logprobs=rig.vocab_size).prompt_rows
     return torch.stack([found[position] for position in range(1, len(tokens))])
 

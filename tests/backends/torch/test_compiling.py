@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H200 here, where there is none: what the interpreter lets pass, the compiler may not."""
+"""Every kernel compiles for an H200, also without one: the compiler may refuse what the interpreter accepts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 80,
         "attn_logit_softcapping": 30.0,
         **SIZES,
-        "hidden_size": 576,  # too odd for tiles: `_tile_product` is compiled for the other
+        "hidden_size": 576,  # not a multiple of the tiles: `_tile_product` is compiled for the other model
         "intermediate_size": 500,
         "head_dim": 80,
     },
@@ -66,7 +66,7 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def ptxas_problem() -> str | None:
-    """Why there is no assembler for GPUs here; None: there is one."""
+    """Return why there is no assembler for GPUs here, or None if there is one."""
     script = "from triton import knobs; print(knobs.nvidia.ptxas.path)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
@@ -76,7 +76,7 @@ def ptxas_problem() -> str | None:
 
 
 def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
-    """In one process: what two models have in common is compiled once."""
+    """Uses one process, so that kernels shared by the models are compiled once."""
     if (problem := ptxas_problem()) is not None:
         pytest.skip(problem)
     cache = tmp_path / "cache"
@@ -96,14 +96,14 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
 
 
 def kind(value: object) -> object:
-    """What Triton compiles a kernel for: the type of a tensor, the width of a number."""
+    """Return what Triton compiles a kernel for: the type of a tensor, the width of a number."""
     if isinstance(value, Tensor):
         return value.dtype
     return "i64" if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
 
 
 class Launches:
-    """Which kernels are launched in which form: what Triton would compile each for."""
+    """Records which kernels are launched in which form, that is, what Triton would compile each for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_run: bool) -> None:
         self.forms: set[tuple[object, ...]] = set()
@@ -123,13 +123,13 @@ class Launches:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")  # rows of padding
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # in bf16, on a CPU without instructions for it
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads what the interpreter is given")
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_steps_launch_was_compiled_ahead(
+def test_kernels_of_steps_are_compiled_in_advance(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A form that is not in the lists would be compiled in somebody's first step, or in the capture of a graph."""
+    """A form that is not in the lists would be compiled in a request's first step, or while a graph is captured."""
     rig = FusedRig(write_config(name, tmp_path), max_num_seqs=2, load_format="dummy", dtype=dtype)
     spec = rig.runner.model.spec
     with monkeypatch.context() as patch, torch.inference_mode():
@@ -143,23 +143,23 @@ def test_what_steps_launch_was_compiled_ahead(
     rig.run(rig.start([5] * 5, 2, logprobs=None), rig.start([6] * 4, 2, temperature=1.0, logprobs=None))
     assert launches.forms <= first
     others = {form[0] for form in first - launches.forms}
-    assert others <= {"_merge", "_find_floors", "_weigh"}  # nothing was split, no top-p asked for
+    assert others <= {"_merge", "_find_floors", "_weigh"}  # nothing was split, top-p was not used
     launches.is_run = False
     with torch.inference_mode():
         while rig.runner._graphs.prepare():
             pass
     assert launches.forms <= ahead.forms
     products = {form for form in ahead.forms if form[0] in ("_row_product", "_tile_product") and of_few_rows(form)}
-    assert products <= launches.forms  # and none is compiled for nothing
+    assert products <= launches.forms  # and none is compiled without being used
 
 
 def of_few_rows(form: tuple[object, ...]) -> bool:
     return ("ROWS", 32) not in form and ("ROWS", 64) not in form  # larger graphs than these were captured
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="reads what the interpreter is given")
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the arguments of the interpreter")
 def test_a_pool_of_any_size_is_copied_by_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of the larger pool has 2**32 elements: such a stride would not be the 32-bit number of the smaller."""
+    """A layer of the larger pool has 2**32 elements: that stride would not be a 32-bit number, unlike the smaller's."""
     launches = Launches(monkeypatch, is_run=False)
     one = torch.zeros(1, dtype=torch.int32)
     for num_blocks in (2, 2**18):
@@ -167,8 +167,8 @@ def test_a_pool_of_any_size_is_copied_by_the_same_kernel(monkeypatch: pytest.Mon
     assert len(launches.forms) == 1
 
 
-def test_a_child_that_compiles_never_collects(tmp_path: Path) -> None:
-    """Found on a GPU: it collected tensors of the parent's there, and aborted."""
+def test_a_compiling_child_never_collects_garbage(tmp_path: Path) -> None:
+    """Found on a GPU: the child collected tensors of the parent and aborted."""
     found = tmp_path / "found"
     Compiling([lambda: found.write_text(str(gc.isenabled()))], GPUTarget("cuda", 90, 32)).wait()
     assert found.read_text() == "False"

@@ -1,4 +1,4 @@
-"""The GPU's runner end to end, on small models that `transformers` judges: chunks, siblings, graphs, lack of memory."""
+"""The GPU runner end to end, compared with `transformers` on small models: chunks, siblings, graphs, out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.backends.torch.rig import Answer, Rig, same_rows
 
 TOLERANCE = 2e-4  # of log-probabilities, fp32
 
-# Rows of padding compute on whatever is in memory. The interpreter's arithmetic is numpy, which minds.
+# Padding rows compute on any memory content. The interpreter computes in numpy, which warns about it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
@@ -34,7 +34,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def small(name: str, folder: Path, **changes: Any) -> Reference:
-    """Of two layers, one of them with a window where the family has some: the interpreter is slow."""
+    """Make a model of two layers, one with a window if the family has windows: the interpreter is slow."""
     if hasattr(FAMILIES[name](), "layer_types"):
         kinds = FAMILIES[name]().layer_types
         changes = {"layer_types": [kinds[0], kinds[-1]], **changes}
@@ -52,7 +52,7 @@ def check(reference: Reference, tokens: list[int], answer: Answer) -> None:
 
 
 def prepare(rig: FusedRig) -> None:
-    """All graphs, and nothing of the sampler's: it has tests of its own."""
+    """Capture all graphs without preparing the sampler, which has its own tests."""
     with torch.inference_mode(), rig.runner._on_stream():
         while rig.runner._graphs.prepare():
             pass
@@ -66,7 +66,7 @@ def test_families_agree_with_transformers(name: str, tmp_path: Path) -> None:
     check(reference, tokens, FusedRig(tmp_path).answer(tokens, 3))
 
 
-def test_company_chunks_and_overlap_change_nothing(llama: Reference) -> None:
+def test_batching_chunks_and_overlap_change_nothing(llama: Reference) -> None:
     rig = FusedRig(llama.path)
     rig.reset(overlap=True, max_num_batched_tokens=30, max_chunk_tokens=18)
     prompts = [prompt(length, length) for length in (3, 33, 47)]
@@ -78,7 +78,7 @@ def test_company_chunks_and_overlap_change_nothing(llama: Reference) -> None:
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_siblings_read_their_head_once(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_read_their_prefix_once(llama: Reference, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "MIN_SHARED", 64)
     found: list[int] = []
 
@@ -91,7 +91,7 @@ def test_siblings_read_their_head_once(llama: Reference, has_graphs: bool, monke
     rig = FusedRig(llama.path)
     if has_graphs:
         monkeypatch.setattr(graphs, "MAX_MISSES", 2)
-        monkeypatch.setattr(rig.runner._graphs, "_may_capture", lambda: True)  # on a GPU: compiles then and there
+        monkeypatch.setattr(rig.runner._graphs, "_may_capture", lambda: True)  # on a GPU this compiles immediately
     head = prompt(64)
     first = rig.answer([*head, 5], 1)
     assert not first.num_cached_tokens
@@ -124,13 +124,13 @@ PRODUCTS = ["row_product", "gated_row_product", "tile_product", "product_in_part
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
-def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row and of two, in a model wide enough for them. Gemma norms the parts before they are added."""
+def test_graphs_use_special_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of one and two rows, in a model wide enough for them. Gemma norms the parts before they are added."""
     sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1}
     products = PRODUCTS
     if name == "gemma3":
         sizes |= {"intermediate_size": 512, "layer_types": ["full_attention"]}
-    else:  # narrow inside: no parts
+    else:  # narrow: no parts
         products = [product for product in PRODUCTS if product != "product_in_parts"]
     reference = small(name, tmp_path, **sizes)
     rig = FusedRig(tmp_path, max_num_seqs=2)
@@ -148,20 +148,20 @@ def test_graphs_have_products_of_their_own(name: str, tmp_path: Path, monkeypatc
     prompts = [prompt(4, 1), prompt(5, 2)]
     ids = [rig.start(tokens, 2) for tokens in prompts]
     rig.run(*ids)
-    assert not used  # without a graph they are the library's
+    assert not used  # without a graph the library's products are used
     prepare(rig)
     assert set(used) == set(products)
     rig.reset()
     before = used.copy()
     ids = [rig.start(prompts[0], 2), rig.start(prompts[1], 3)]  # two rows, then one
     answers = rig.run(*ids)
-    if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU nothing is called any more
+    if DEVICE == "cpu":  # a graph is replayed by calling; on a GPU no function is called
         assert all(used[product] > before[product] for product in products)
     for request_id, tokens in zip(ids, prompts, strict=True):
         check(reference, tokens, answers[request_id])
 
 
-# What requests may ask for, with the CPU's runner as the judge
+# Sampling options, compared with the CPU runner
 
 WISHES: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 5},
@@ -174,8 +174,8 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_samples_are_those_of_the_reference(llama: Reference, has_graphs: bool) -> None:
-    """With a step in flight: last tokens, and penalties of them, are known to the device alone."""
+def test_samples_equal_those_of_the_reference(llama: Reference, has_graphs: bool) -> None:
+    """With a step in flight, the last tokens and their penalties are only on the device."""
     judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path)
     if has_graphs:
         prepare(rig)
@@ -205,7 +205,7 @@ def test_samples_are_those_of_the_reference(llama: Reference, has_graphs: bool) 
 
 
 def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PROMPT_ROWS", 7)  # positions at a time: a chunk takes several
+    monkeypatch.setattr(cuda, "PROMPT_ROWS", 7)  # positions at a time: a chunk needs several
     rig = FusedRig(llama.path)
     rig.reset(overlap=True, max_chunk_tokens=16)
     tokens = prompt(40, 3)
@@ -221,10 +221,10 @@ def test_prompt_logprobs_in_chunks(llama: Reference, monkeypatch: pytest.MonkeyP
 
 
 def test_samples_of_one_prompt_are_forks(tmp_path: Path) -> None:
-    reference = small("llama", tmp_path)  # two layers: a copy is of all
+    reference = small("llama", tmp_path)  # two layers: copies are made in all of them
     rig = FusedRig(tmp_path)
     rig.reset(overlap=True)
-    tokens = prompt(40, 4)  # the second block is not full: a copy for each of the others
+    tokens = prompt(40, 4)  # the second block is not full: it is copied for each of the other samples
     first = rig.start(tokens, 4, temperature=1.0, seed=7)
     others = [rig.start(tokens, 4, parent=first, temperature=1.0, seed=7, sample_index=i) for i in (1, 2)]
     answers = rig.run(first, *others)
@@ -236,7 +236,7 @@ def test_samples_of_one_prompt_are_forks(tmp_path: Path) -> None:
 
 
 def test_after_preemption(llama: Reference) -> None:
-    """Not all can grow: someone gives up its batch index and blocks, which others write to, and comes back."""
+    """Not all requests can grow: one gives up its batch index and blocks, which others reuse, and resumes later."""
     judge, rig = Rig(llama.path, device="cpu"), FusedRig(llama.path, block_size=8, max_num_seqs=4)
     prepare(rig)
     rig.reset(overlap=True, num_blocks=6)
@@ -271,17 +271,17 @@ def test_a_step_that_does_not_fit_runs_in_halves(llama: Reference, monkeypatch: 
     for request_id, tokens in zip(ids, prompts, strict=True):
         answer = answers[request_id]
         assert same_rows(answer, llama.logprobs(tokens + answer.tokens), len(tokens)) < TOLERANCE
-    alone = rig.answer(tokens := prompt(55, 7), 2, prompt_logprobs=160)  # one prompt is cut along its length
+    alone = rig.answer(tokens := prompt(55, 7), 2, prompt_logprobs=160)  # a single prompt is cut along its length
     assert same_rows(alone, llama.logprobs(tokens + alone.tokens), len(tokens)) < TOLERANCE
     assert sorted(alone.prompt_rows) == list(range(1, 55))
-    ids = [rig.start(prompt(65, 8), 2), rig.start(prompt(10, 9), 2)]  # the first is too much alone; the other fits
+    ids = [rig.start(prompt(65, 8), 2), rig.start(prompt(10, 9), 2)]  # the first does not fit at all; the second does
     answers = rig.run(*ids)
     assert answers[ids[0]].error == cuda.NO_MEMORY
     assert answers[ids[1]].error is None
     assert len(answers[ids[1]].tokens) == 2
 
 
-def test_what_is_not_a_number_ends_its_request_alone(llama: Reference) -> None:
+def test_nan_fails_only_its_own_request(llama: Reference) -> None:
     rig = FusedRig(llama.path)
     with torch.inference_mode():
         rig.runner.model.embedding[7] = float("nan")

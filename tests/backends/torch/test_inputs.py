@@ -1,4 +1,4 @@
-"""What goes down to the device: block tables in pieces, steps with padding, and the graphs they fit into."""
+"""The inputs sent to the device: changes of block tables, steps with padding, and the graphs that hold them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def piece(
 
 
 class Device:
-    """Does with the news what the device does."""
+    """Applies updates as the device does."""
 
     def __init__(self, tables: BlockTables) -> None:
         self.tables = tables
         self.flat = np.zeros(tables.host.size, np.int32)
 
     def update(self, *slices: SeqSlice) -> list[int]:
-        """The blocks that were sent."""
+        """Return the blocks that were sent."""
         places, blocks = self.tables.update(slices)
         assert len(places) == len(blocks) == len(set(places))
         self.flat[places] = blocks
@@ -47,13 +47,13 @@ class Device:
         return blocks
 
 
-def test_only_what_is_new_of_a_table_is_sent() -> None:
+def test_only_new_table_entries_are_sent() -> None:
     device = Device(BlockTables(4, 8, 4, CPU))
     table = [11, 12]
     assert device.update(piece(2, table, 0, 5)) == [11, 12]
     assert device.tables.host[2, :3].tolist() == [11, 12, 0]
     assert device.update(piece(2, table, 5, 2)) == []
-    table += [13, 14, 15]  # ahead of what is computed: not needed yet
+    table += [13, 14, 15]  # beyond the computed tokens: not needed yet
     assert device.update(piece(2, table, 7)) == []
     assert device.update(piece(2, table, 8)) == [13]
     assert device.update(piece(2, table, 9, 8)) == [14, 15]
@@ -61,12 +61,12 @@ def test_only_what_is_new_of_a_table_is_sent() -> None:
     assert not device.tables.host[[0, 1, 3]].any()
 
 
-def test_a_table_is_known_by_identity() -> None:
-    """Another request's table in the same batch index, however alike, is another; so is one after a preemption."""
+def test_tables_are_compared_by_identity() -> None:
+    """Another request's table at the same batch index is another table even if equal; so is one after a preemption."""
     device = Device(BlockTables(2, 8, 4, CPU))
     first, second = [1, 2, 3], [1, 2, 3]
     assert device.update(piece(0, first, 0, 12), piece(1, second, 0, 4)) == [1, 2, 3, 1]
-    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the batch index was given up and taken by another
+    assert device.update(piece(0, second, 0, 8)) == [1, 2]  # the batch index was released and reused
     assert device.update(piece(0, second, 8)) == [3]
     third = [9]
     assert device.update(piece(0, third, 3)) == [9]
@@ -86,7 +86,7 @@ def test_after_a_failure_everything_is_sent_again() -> None:
     assert device.update(*slices) == []
 
 
-def test_tables_follow_any_course_of_requests() -> None:
+def test_tables_follow_random_requests() -> None:
     rng = Random(2)
     device = Device(BlockTables(5, 20, 4, CPU))
     running: dict[int, list[int]] = {}
@@ -114,8 +114,8 @@ def test_tables_follow_any_course_of_requests() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1, 0), Layout(16, 17, 3), Layout(33, 0, 5), Layout(5, 7, 1)])
-def test_arrays_lie_side_by_side_at_round_addresses(layout: Layout) -> None:
-    """Kernels are compiled for addresses of multiples of 16 bytes, or again for others."""
+def test_arrays_are_contiguous_and_aligned(layout: Layout) -> None:
+    """Kernels are compiled for addresses that are multiples of 16 bytes, and again for others."""
     assert ITEM_FIELDS == attention.ITEM_FIELDS
     flat = np.zeros(layout.size, np.int32)
     carved = layout.carve(flat)
@@ -141,7 +141,7 @@ def test_arrays_lie_side_by_side_at_round_addresses(layout: Layout) -> None:
         assert not piece_.numel() or piece_.data_ptr() == array.__array_interface__["data"][0]
 
 
-def test_a_layout_holds_what_is_smaller_in_everything() -> None:
+def test_a_layout_holds_layouts_that_are_smaller_in_every_size() -> None:
     layout = Layout(4, 10, 2)
     assert layout.holds(layout)
     assert layout.holds(Layout(1, 10, 0))
@@ -159,7 +159,7 @@ def arranged(*slices: SeqSlice) -> Step:
 
 
 def written(step: Step, layout: Layout) -> StepInputs:
-    inputs = layout.carve(np.full(layout.size, 77, np.int32))  # from the step before
+    inputs = layout.carve(np.full(layout.size, 77, np.int32))  # left from the previous step
     step.write(inputs)
     return inputs
 
@@ -176,7 +176,7 @@ def test_rows_are_decodes_first_then_prompts() -> None:
     assert step.last_rows.tolist() == [0, 1, 4, 6]
     assert not step.is_decode
     inputs = written(step, step.layout)
-    assert inputs.tokens.tolist() == [500, -1, 300, 301, 302, 100, 101]  # -1: its own last sample
+    assert inputs.tokens.tolist() == [500, -1, 300, 301, 302, 100, 101]  # -1: the row's own last sample
     assert inputs.positions.tolist() == [9, 5, 4, 5, 6, 0, 1]
     assert inputs.batch_indices.tolist() == [5, 2, 3, 3, 3, 1, 1]
     assert inputs.narrow.tolist() == [[0, 1, 5, 0, 10, 0], [1, 1, 2, 0, 6, 0]]
@@ -184,7 +184,7 @@ def test_rows_are_decodes_first_then_prompts() -> None:
     assert not inputs.first_parts.any()
 
 
-def test_padding_is_nobodys_and_does_nothing() -> None:
+def test_padding_rows_have_no_sequence_and_no_effect() -> None:
     long = list(range(1, 60))
     step = arranged(piece(4, long, 200), piece(0, [70], 2))
     assert step.is_decode
@@ -199,12 +199,12 @@ def test_padding_is_nobodys_and_does_nothing() -> None:
     assert np.array_equal(inputs.narrow[:3], step.work.narrow)
 
 
-def test_siblings_come_side_by_side() -> None:
+def test_siblings_are_adjacent() -> None:
     head = list(range(1, 41))  # 160 keys
     family = [piece(batch_index, [*head, 100 + batch_index], 160 + batch_index % 3) for batch_index in range(0, 10, 2)]
     strangers = [piece(batch_index, [200 + batch_index, 300 + batch_index], 5) for batch_index in (1, 3)]
     step = arranged(family[0], strangers[0], family[1], strangers[1], *family[2:])
-    assert [one.batch_index for one in step.slices] == [0, 2, 4, 6, 8, 1, 3]  # by their first block, else as they were
+    assert [one.batch_index for one in step.slices] == [0, 2, 4, 6, 8, 1, 3]  # by first block, otherwise in order
     assert step.order == (0, 2, 4, 5, 6, 1, 3)
     assert step.is_decode
     inputs = written(step, step.layout)
@@ -226,7 +226,7 @@ def test_staging_takes_turns_and_grows() -> None:
         staging.send(10 + turn, out)
         assert out[: 10 + turn].eq(turn).all()
     assert (seen[4][:50] == 4).all()
-    assert (seen[3][:40] == 3).all()  # what may still be read is not written
+    assert (seen[3][:40] == 3).all()  # a buffer that may still be read is not written
     assert (seen[2][:30] == 2).all()
 
 
@@ -245,7 +245,7 @@ def test_sizes_of_graphs(max_num_seqs: int) -> None:
 
 
 class Graphs(DecodeGraphs):
-    """Over a pass that says what it saw: the tokens."""
+    """Graphs over a pass that returns the tokens it saw."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.runs: list[tuple[int, bool]] = []
@@ -273,7 +273,7 @@ def test_graphs_are_prepared_the_largest_first() -> None:
         num_calls += 1
     assert graphs.kinds() == [
         Kind(128, False, True),
-        Kind(128, False, False),  # contexts are seldom split there
+        Kind(128, False, False),  # contexts are rarely split there
         Kind(WHOLE_SIZE, False, True),
         Kind(WHOLE_SIZE, False, False),
         Kind(4, False, True),
@@ -283,9 +283,9 @@ def test_graphs_are_prepared_the_largest_first() -> None:
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
 
 
-def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
+def test_a_step_uses_the_smallest_graph_that_holds_it() -> None:
     graphs = Graphs([1, 4, 100])
-    assert graphs.find(Layout(3, 3, 0), has_parts=True) is None  # not there yet
+    assert graphs.find(Layout(3, 3, 0), has_parts=True) is None  # not captured yet
     while graphs.prepare():
         pass
 
@@ -303,7 +303,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     assert found(5, 10, has_parts=False) == (100, False)
     assert found(2, 2, has_parts=False) == (4, True)  # small ones always merge
     assert found(101, 101) is None
-    assert found(3, 3, 1) is None  # those for siblings come when siblings do
+    assert found(3, 3, 1) is None  # those for siblings are captured once siblings occur
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
@@ -312,7 +312,7 @@ def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
     layout = Layout(3, 4, 2 if is_wide else 0)
     for _ in range(MAX_MISSES - 1):
         assert graphs.find(layout, has_parts=True) is None
-    assert graphs.find(Layout(3, 10, 0), has_parts=True) is None  # what it could not hold is no miss
+    assert graphs.find(Layout(3, 10, 0), has_parts=True) is None  # a step it could not hold is not a miss
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is None  # nor is another size
     assert not graphs.runs
     graph = graphs.find(layout, has_parts=True)
@@ -323,7 +323,7 @@ def test_a_size_that_is_missed_often_is_captured(is_wide: bool) -> None:
     assert set(graphs.runs) == {(4, True)}
 
 
-def test_none_is_captured_under_load_before_its_kernels_are_compiled() -> None:
+def test_no_graph_is_captured_under_load_before_its_kernels_are_compiled() -> None:
     graphs = Graphs([1, 4])
     graphs.is_compiled = False
     for _ in range(3 * MAX_MISSES):
@@ -333,7 +333,7 @@ def test_none_is_captured_under_load_before_its_kernels_are_compiled() -> None:
     assert graphs.find(Layout(3, 4, 0), has_parts=True) is not None
 
 
-def test_what_cannot_be_captured_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
     graphs = Graphs([1, 4])
     graphs.is_short_of_memory = True
     assert graphs.prepare()
@@ -346,9 +346,9 @@ def test_what_cannot_be_captured_is_not_tried_again(caplog: pytest.LogCaptureFix
     assert graphs.find(Layout(1, 1, 0), has_parts=True) is not None
 
 
-def test_a_replay_reads_the_inputs_where_they_are() -> None:
+def test_a_replay_reads_the_current_inputs() -> None:
     graphs = Graphs([2, 4])
-    graphs.inputs.fill_(77)  # of the step before
+    graphs.inputs.fill_(77)  # left from the previous step
     while graphs.prepare():
         pass
     graph = graphs.find(Layout(3, 3, 0), has_parts=True)
@@ -361,7 +361,7 @@ def test_a_replay_reads_the_inputs_where_they_are() -> None:
     assert graphs.seen == [5, 6, 7, 0]
 
 
-def test_what_sampling_reads_fits_behind_the_inputs_of_every_graph() -> None:
+def test_inputs_of_sampling_fit_after_the_inputs_of_every_graph() -> None:
     graphs = Graphs([1, 4, 100])
     for size in (1, 4, 100):
         for is_wide in (False, True):

@@ -1,4 +1,4 @@
-"""Weights that are made up: the same every time, as the layers expect them."""
+"""Generated weights: the same every time, in the form that the layers expect."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def matrices(weights: ModelWeights) -> list[Tensor]:
 def test_norms_are_one_and_the_rest_is_small_noise(name: str, tmp_path: Path) -> None:
     weights = made_up(name, tmp_path)
     for norm in (weights.norm, *(norm for layer in weights.layers for norm in layer.norms.values())):
-        assert (norm == 1).all()  # gemma's too, whose files hold what is to be added to 1
+        assert (norm == 1).all()  # also Gemma's, whose files hold the difference from 1
     for matrix in matrices(weights):
         assert 0 < float(matrix.abs().max()) < 6 * DUMMY_STD
     assert 0.9 < float(weights.embedding.std()) / DUMMY_STD < 1.1
 
 
-def test_they_are_the_same_every_time_and_no_two_alike(tmp_path: Path) -> None:
+def test_matrices_are_reproducible_and_distinct(tmp_path: Path) -> None:
     first, second = (matrices(made_up("llama with biases", tmp_path)) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
@@ -53,13 +53,13 @@ def test_they_are_the_same_every_time_and_no_two_alike(tmp_path: Path) -> None:
     assert not torch.equal(layers[0], layers[1])
 
 
-def test_they_come_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
+def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
     weights = made_up("qwen3", tmp_path, torch.bfloat16)
     assert {one.dtype for one in matrices(weights)} == {torch.bfloat16}
 
 
 def norms(weights: ModelWeights) -> dict[str, Tensor]:
-    """By their names in the file."""
+    """Return norms by name in the file."""
     found = {"model.norm.weight": weights.norm}
     for index, layer in enumerate(weights.layers):
         found |= {f"model.layers.{index}.{name}.weight": norm for name, norm in layer.norms.items()}
@@ -68,8 +68,8 @@ def norms(weights: ModelWeights) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norms_are_kept_in_fp32_whatever_the_model_runs_in(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """To the bit as in the file, and of Gemma 1 more, which would not fit into 16 bits."""
+def test_norms_are_kept_in_fp32_for_every_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Equal to the file to the bit, plus 1 for Gemma, which would not fit into 16 bits."""
     reference = Reference(name, tmp_path, dtype=dtype)
     checkpoint = open_checkpoint(tmp_path)
     with torch.inference_mode():

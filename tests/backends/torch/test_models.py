@@ -1,4 +1,4 @@
-"""Every family gives the distributions `transformers` gives: prefill, decode, chunked, shared, forked, preempted."""
+"""Every family has the distributions of `transformers`: prefill, decode, chunked, shared, forked, preempted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_in_chunks(pair: tuple[Reference, Rig], chunk: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_of_all_lengths(pair: tuple[Reference, Rig], overlap: bool) -> None:
-    """Prompts in progress and decodes in one pass; with a step in flight, decodes go on from their own last sample."""
+    """Prompts in progress and decodes in one pass. With a step in flight, decodes continue from the runner's sample."""
     reference, rig = pair
     rig.reset(max_chunk_tokens=16, max_num_batched_tokens=40, overlap=overlap)
     prompts = [random_prompt(10 + length, length) for length in (1, 2, 31, 32, 33, 64, 100, 5)]
@@ -104,7 +104,7 @@ def test_after_preemption(pair: tuple[Reference, Rig]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma3"])
 def test_prompts_longer_than_one_call_of_attention(name: str, tmp_path: Path) -> None:
-    """From position 512 on queries are attended apart, and contexts fall into other groups."""
+    """From position 512 on, queries are attended separately, and contexts fall into other groups."""
     reference = Reference(name, tmp_path, max_position_embeddings=2048)
     rig = Rig(tmp_path, max_chunk_tokens=2048, num_blocks=200)
     long, short = random_prompt(6, 1100), random_prompt(7, 40)
@@ -144,8 +144,8 @@ def test_penalties_see_the_whole_answer_in_steps_planned_before_it_is_known(tmp_
     rig.engine.close()
 
 
-def test_what_is_not_a_number_ends_alone_and_leaves_nothing(tmp_path: Path) -> None:
-    """A poisoned embedding: every context with that token is lost, whole or half computed, and no other."""
+def test_nan_fails_only_its_own_request(tmp_path: Path) -> None:
+    """With a poisoned embedding, every context with that token fails, complete or not, and no other does."""
     reference = Reference("llama", tmp_path)
     rig = Rig(tmp_path, num_blocks=12)
     runner = rig.engine.runner
@@ -161,7 +161,7 @@ def test_what_is_not_a_number_ends_alone_and_leaves_nothing(tmp_path: Path) -> N
     assert "not a number" in (answers[broken].error or "")
     assert answers[broken].tokens == []
     check(reference, good, answers[first])
-    for number in range(4):  # through all blocks of the small pool
+    for number in range(4):  # uses all blocks of the small pool
         prompt = [token if token != 77 else 78 for token in random_prompt(20 + number, 60)]
         check(reference, prompt, rig.answer(prompt, 4))
     rig.engine.close()

@@ -1,4 +1,4 @@
-"""The sampler against its definition, written out for one row in plain Python."""
+"""The sampler compared with its definition, written out for one row in plain Python."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def run(logits: Tensor, rows: Sequence[SeqSlice], masks: dict[int, bytes] | None
 
 
 def adjusted(logits: Sequence[float], piece: SeqSlice, mask: bytes | None = None) -> list[float]:
-    """Penalties, bias, forbidden tokens."""
+    """Apply penalties, bias and forbidden tokens."""
     params, out = piece.sampling, list(logits)
-    said = Counter(piece.history[piece.num_prompt_tokens :])
+    counts = Counter(piece.history[piece.num_prompt_tokens :])
     for token in set(piece.history):
         out[token] = (
             out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
         )
-    for token, count in said.items():
+    for token, count in counts.items():
         out[token] -= params.frequency_penalty * count + params.presence_penalty
     for token, bias in params.logit_bias.items():
         out[token] += bias
@@ -119,7 +119,7 @@ def test_a_mixed_batch_follows_the_definition(seed: int) -> None:
     masks = {3: bytes([0xAA] * 7), 7: bytes([0x10] + [0] * 6)}
     wanted = [expected(logits[i].tolist(), piece, masks.get(i)) for i, piece in enumerate(rows)]
     assert run(logits, rows, masks) == wanted
-    # And a row's token does not depend on the rows beside it.
+    # A row's token does not depend on the other rows.
     for i, piece in enumerate(rows):
         assert run(logits[i : i + 1], [piece], masks) == [wanted[i]]
 
@@ -162,7 +162,7 @@ def test_penalties_count_samples_the_scheduler_has_not_seen() -> None:
     penalties.apply(first, [late], torch.tensor([9]))
     assert first[0, 6] == -3
     assert first[0, 9] == -3
-    assert first[0, 4] == 0  # of the prompt
+    assert first[0, 4] == 0  # in the prompt
     later = SeqSlice(1, 0, 0, (9,), 4, 1, [1], [4, 5, 6, 9, 9], True, params, 2)
     second = logits.clone()
     penalties.apply(second, [later], torch.tensor([9]))
@@ -188,7 +188,7 @@ def test_logprobs_are_the_models_own() -> None:
     found = read_logprobs(sampled.logprobs, sampled.tokens.tolist())
     assert set(found) == {0, 2}
     truth = torch.log_softmax(logits, -1)
-    assert found[0].token == 7  # the bias chose it; its probability is still the model's
+    assert found[0].token == 7  # chosen by the bias; its probability is still the model's
     assert math.isclose(found[0].logprob, float(truth[0, 7]), abs_tol=1e-6)
     assert found[0].rank == int((truth[0] > truth[0, 7]).sum())
     assert [token for token, _ in found[0].top] == truth[0].topk(2).indices.tolist()
@@ -198,7 +198,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert math.isclose(ranked[1].logprob, float(truth[1, 5]), abs_tol=1e-6)
 
 
-def test_broken_and_blocked_rows_are_marked_alone() -> None:
+def test_only_broken_and_blocked_rows_are_marked() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = float("nan")
     rows = [row(SamplingParams(seed=1), [1, 2], batch_index=batch_index) for batch_index in range(3)]

@@ -1,4 +1,4 @@
-"""The list of what attention has to do: every key is read once, and no more items than a CUDA graph has room for."""
+"""The work items of attention: every key is read once, and there are no more items than a CUDA graph holds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_ROOMS = 4000
 class Case:
     """Decodes in the order of their rows, then prompts."""
 
-    tables: Ints  # [batch_indices, blocks]: 0 where nothing is
+    tables: Ints  # [batch_indices, blocks]: 0 if empty
     starts: Ints
     batch_indices: Ints
     siblings: list[Siblings]
@@ -53,7 +53,7 @@ class Case:
         return len(self.starts) + sum(prompt.length for prompt in self.prompts)
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """Position and batch index of every row."""
+        """Yield position and batch index of every row."""
         yield from zip(self.starts.tolist(), self.batch_indices.tolist(), strict=True)
         for prompt in self.prompts:
             yield from ((prompt.start + i, prompt.batch_index) for i in range(prompt.length))
@@ -71,7 +71,7 @@ def random_sizes(rng: Random, block_size: int, num_rows: int) -> Sizes:
 
 
 def random_tables(rng: Random, lengths: list[int], block_size: int) -> Ints:
-    """One a length, in groups that begin alike: none, some or all of the blocks."""
+    """Make one table per length, in groups that start with none, some or all of the same blocks."""
     tables = np.zeros((len(lengths), -(-max(lengths) // block_size)), np.int32)
     numbers = itertools.count(1)
     leader = 0
@@ -108,7 +108,7 @@ def random_case(rng: Random, *, num_decodes: int, num_prompts: int) -> Case:
 
 
 def check_items(case: Case, work: Work) -> None:
-    """Of every row: each key up to its own once, through its own blocks, in parts numbered as `first_parts` says."""
+    """Check that every row reads each key up to its own once, through its own blocks, in the parts of `first_parts`."""
     rows = list(case.rows())
     read = np.zeros((len(rows), max(position for position, _ in rows) + 1), np.int8)
     parts: dict[int, list[int]] = defaultdict(list)
@@ -156,8 +156,8 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
         if not num_prompts:
             check_room(case, work)
         for items in (work.narrow, work.wide):
-            assert (np.diff(items[:, 4] - items[:, 3]) <= 0).all()  # the longest first
-            for row in np.unique(items[:, 0]):  # whole tiles of keys, but for the last piece
+            assert (np.diff(items[:, 4] - items[:, 3]) <= 0).all()  # longest first
+            for row in np.unique(items[:, 0]):  # whole tiles of keys except for the last piece
                 pieces = items[items[:, 0] == row]
                 lengths = (pieces[:, 4] - pieces[:, 3])[pieces[:, 4] < pieces[:, 4].max()]
                 assert not (lengths % MIN_CHUNK).any()
@@ -165,11 +165,11 @@ def test_every_key_is_read_once(num_prompts: int) -> None:
         num_wide += len(work.wide)
         num_split += int(work.first_parts[-1]) > 0
         num_shared += bool(case.siblings)
-    assert min(num_wide, num_split, num_shared) > 50  # the cases are not all easy ones
+    assert min(num_wide, num_split, num_shared) > 50  # not all cases are easy
 
 
-def test_decodes_alone_are_planned_as_in_company() -> None:
-    """Beside a prompt decodes take the other way through the planner: their items must be the same."""
+def test_decodes_are_planned_the_same_with_and_without_prompts() -> None:
+    """With a prompt in the step, decodes take another path through the planner: their items must be the same."""
     rng = Random(7)
     num_split = 0
     for _ in range(NUM_CASES // 3):
@@ -187,7 +187,7 @@ def test_decodes_alone_are_planned_as_in_company() -> None:
 
 
 def extreme_case(rng: Random) -> Case:
-    """As a runner would meet it: many sequences, long contexts, some of them siblings."""
+    """Make a case as large as a runner would get: many sequences, long contexts, some of them siblings."""
     max_num_seqs = rng.choice([1, 2, 4, 5, 64, 256, 1024])
     num_kv_heads, num_groups = rng.choice([1, 2, 3, 4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 8, 16, 32])
     num_cores = rng.choice([8, 20, 78, 132, 148])
@@ -212,7 +212,7 @@ def extreme_case(rng: Random) -> Case:
 
 
 def test_a_graph_has_room_for_any_decodes() -> None:
-    """That there are never more items than `_room` says, at any size, is what makes graphs of a fixed size safe."""
+    """Graphs have a fixed size, which is safe because there are never more items than `_room` returns."""
     rng = Random(1)
     num_full = num_wide = 0
     for number in range(NUM_ROOMS):
@@ -220,7 +220,7 @@ def test_a_graph_has_room_for_any_decodes() -> None:
         work = case.plan()
         check_room(case, work)
         assert work.first_parts[-1] <= case.sizes.max_parts
-        larger = case.num_rows + rng.randrange(100)  # graphs are of other sizes than the batch
+        larger = case.num_rows + rng.randrange(100)  # graph sizes differ from the batch
         assert room(case.sizes, larger, True).holds(Layout(case.num_rows, len(work.narrow), len(work.wide)))
         counts = np.bincount(work.narrow[:, 0], minlength=case.num_rows)
         for row, num_rows in work.wide[:, :2].tolist():
@@ -229,7 +229,7 @@ def test_a_graph_has_room_for_any_decodes() -> None:
         num_wide += len(work.wide) > 0
         num_full += len(work.narrow) >= room(case.sizes, case.num_rows, False).num_narrow - 2
     assert num_wide > 300
-    assert num_full > 300  # the bound is not only held because it is generous
+    assert num_full > 300  # the bound is tight, not generous
 
 
 @pytest.mark.parametrize("has_prompt", [False, True])
@@ -247,7 +247,7 @@ def test_few_parts_make_longer_pieces(has_prompt: bool) -> None:
 
 
 def test_the_card_is_shared_evenly() -> None:
-    """One long context alone is cut for every program; none is cut below what a program is worth."""
+    """A single long context is divided among all programs, but never into pieces below the minimum."""
     sizes = Sizes(8, 32, 64, 528, 264, 4096)
     work = plan_work(np.array([99_999], np.int32), np.array([3], np.int32), [], [], 1, sizes)
     assert 50 <= len(work.narrow) <= 66
@@ -264,7 +264,7 @@ def test_the_card_is_shared_evenly() -> None:
 # Siblings
 
 
-def test_siblings_are_those_who_share_full_blocks() -> None:
+def test_siblings_share_full_blocks() -> None:
     rng = Random(5)
     num_found = num_refused = 0
     for _ in range(NUM_CASES // 2):
@@ -299,8 +299,8 @@ def test_siblings_are_those_who_share_full_blocks() -> None:
     assert min(num_found, num_refused) > 200
 
 
-def test_a_head_is_read_once_for_all() -> None:
-    """Five decodes on 256 shared keys: one wide item for those, and each its own tail."""
+def test_a_shared_prefix_is_read_once() -> None:
+    """Five decodes with 256 shared keys: one wide item for those, and one item each for the tails."""
     tables = np.array([[1, 2, 10 + batch_index, 20 + batch_index] for batch_index in range(5)], np.int32)
     batch_indices = np.arange(5, dtype=np.int32)
     starts = np.array([256, 300, 383, 384, 400], np.int32)

@@ -1,28 +1,28 @@
-/* Attention of one query over its paged context. Included by every variant.
+/* Attention of queries over their paged context. Included by every variant.
 
-   The state of a query (peak, sum, mix of values, for each head of one KV head) goes through the blocks of its context in
-   order, one at a time. What happens to it depends on nothing but its own position and keys: alone, in a batch, in a
-   chunk of a prompt, the same operations in the same order, so the same bits. */
+   The state of a query (peak, sum and weighted values, for each head of one KV head) is updated block by block, in
+   order. The operations on it depend only on its own position and keys. They are the same, in the same order, alone,
+   in a batch and in a chunk of a prompt, so the result has the same bits. */
 #include <math.h>
 
 #include "vectors.h"
 
 typedef struct {
-    const void *keys;   /* [D, key stride]: halves, or floats made of them */
+    const void *keys;   /* [D, key stride]: halves, or floats converted from them */
     const void *values; /* [block size, head stride] */
-    int first, last;    /* keys of the block that the query sees */
-    ptrdiff_t ahead;    /* bytes from here to the next block: asked for while this one is worked on */
+    int first, last;    /* keys of the block that the query may see */
+    ptrdiff_t ahead;    /* bytes from here to the next block, which is prefetched */
 } block_view;
 
 _Static_assert(4 * LANES <= 32, "rows of keys and of scores are padded to 32");
-enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys, or dimensions, and heads that are in registers at a time */
-enum { MIN_EXPANDED = 3 }; /* queries for which a block is made fp32 once, instead of at every use: the same numbers */
+enum { WIDTH = 4 * LANES, MAX_HEADS = 4 }; /* keys (or dimensions) and heads held in registers at a time */
+enum { MIN_EXPANDED = 3 }; /* from this many queries on, a block is converted to fp32 once; the numbers are the same */
 
 static inline __attribute__((always_inline)) vec load_either(const void *base, size_t at, const int is_float) {
     return is_float ? load((const float *)base + at) : load_halves((const uint16_t *)base + at);
 }
 
-/* scores [heads, score stride] of a block's keys; beyond the last one lies what the memory held: unused. */
+/* Computes scores [heads, score stride] of a block's keys. Entries after the last key are undefined and not used. */
 static inline __attribute__((always_inline)) void score_block(
     const attention_shape *shape, const float *q, const block_view *block, float *scores, const int num_heads,
     const int is_float) {
@@ -65,7 +65,7 @@ static inline __attribute__((always_inline)) void mix_block(
     }
 }
 
-/* Scores to weights, in place; the peak and the sum of a head go on. Returns what older weights shrink by. */
+/* Turns scores into weights in place and updates a head's peak and sum. Returns the factor for the older weights. */
 static inline float soften(
     const attention_shape *shape, float *scores, const block_view *block, float *peak_so_far, float *sum) {
     const int stride = shape->score_stride;
@@ -77,7 +77,7 @@ static inline float soften(
     for (int i = 0; i < stride; i += LANES) highs = highest(highs, load(scores + i));
     const float high = peak(highs);
     const vec top = fill(high);
-    for (int i = 0; i < stride; i += LANES) { /* e^-87 for the hidden: nothing in fp32 beside 1 */
+    for (int i = 0; i < stride; i += LANES) { /* e^-87 for masked keys: negligible beside 1 in fp32 */
         const vec weights = exponential(sub(load(scores + i), top));
         store(scores + i, weights);
         sums = add(sums, weights);
@@ -89,7 +89,7 @@ static inline float soften(
     return shrink[0];
 }
 
-typedef struct { /* of some heads of a query, while it goes through its blocks */
+typedef struct { /* state of some heads of a query */
     float peaks[MAX_HEADS], sums[MAX_HEADS];
 } head_state;
 
@@ -107,7 +107,7 @@ static inline __attribute__((always_inline)) void take_floats(
 #include "attention_half.h"
 #endif
 
-enum { AS_HALVES, AS_FLOATS, IN_HALVES }; /* halves made floats at every use, floats, arithmetic in halves */
+enum { AS_HALVES, AS_FLOATS, IN_HALVES }; /* halves converted at every use; floats; arithmetic in halves */
 
 static inline __attribute__((always_inline)) void take_block(
     const attention_shape *shape, const float *q, const block_view *block, float *scores, head_state *state, float *mix,
@@ -141,7 +141,7 @@ static void expand_block(const attention_shape *shape, block_view *block, float 
     block->values = scratch + num_keys;
 }
 
-/* Some queries of one sequence, one after the other, through the same blocks: for `num_heads` heads of each. */
+/* Processes several queries of one sequence, in order, through the same blocks, for `num_heads` heads of each. */
 static inline __attribute__((always_inline)) void attend_heads(
     const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out,
     const int num_heads, const int is_half) {
@@ -183,7 +183,7 @@ static inline __attribute__((always_inline)) void attend_heads(
                     mix[i * mix_size + h * shape->head_stride + d] / states[i].sums[h];
 }
 
-/* floats that `attend` works in */
+/* Returns the number of floats of scratch memory for `attend`. */
 static size_t attend_scratch(const attention_shape *shape) {
     const size_t heads = MAX_HEADS * (size_t)(shape->head_stride + shape->head_size);
     return (size_t)(2 * MAX_HEADS * shape->score_stride) + MAX_QUERIES * heads + shape->values_at +
@@ -199,7 +199,7 @@ static inline __attribute__((always_inline)) void attend_some(
     else attend_heads(shape, rows, q, scratch, out, 1, is_half);
 }
 
-/* All query heads that share this KV head, of up to MAX_QUERIES rows: q and out [rows, heads, D], with strides. */
+/* Computes all query heads that share this KV head, for up to MAX_QUERIES rows: q and out [rows, heads, D], strided. */
 static void attend(const attention_shape *shape, const attention_rows *rows, const float *q, float *scratch, float *out) {
     for (int head = 0; head < shape->num_heads; head += MAX_HEADS) {
         const int left = shape->num_heads - head < MAX_HEADS ? shape->num_heads - head : MAX_HEADS;

@@ -1,15 +1,15 @@
-/* Attention in fp16 arithmetic, for ARM: twice the numbers an instruction, and no conversion of what the cache holds,
-   which costs as much there as a product does. Sums of more than CHUNK products are fp32.
+/* Attention in fp16 arithmetic, for ARM. It computes twice as many numbers per instruction and does not convert the
+   cached values, which there costs as much as a product. Sums of more than CHUNK products are fp32.
 
-   The same states go through the same blocks as in attention.h, and as there nothing depends on the company. Scores are
-   in units of log2, so that weights are powers of two; weights are at most 2^-5, so that 32 of them times any fp16 values
+   The order of operations is that of attention.h, and as there a result does not depend on the batch. Scores are in
+   units of log2, so that weights are powers of two. Weights are at most 2^-5, so that 32 of them times any fp16 values
    stay within fp16. */
-enum { CHUNK = 32, HALF_LANES = 8, SPAN = 32 }; /* SPAN: keys, or dimensions, that are in registers at a time */
+enum { CHUNK = 32, HALF_LANES = 8, SPAN = 32 }; /* SPAN: keys, or dimensions, held in registers at a time */
 #define LOG2_E 1.44269504f
 #define HEADROOM 5.0f /* log2(CHUNK) */
 
-/* to [heads, stride] = to * shrink + a [heads, a stride] times b [count, b stride], for `vectors` of 8 columns. With no
-   shrink, whatever was in it is forgotten. */
+/* to [heads, stride] = to * shrink + a [heads, a stride] times b [count, b stride], for `vectors` of 8 columns. Without
+   `shrink`, `to` is overwritten. */
 static inline __attribute__((always_inline)) void multiply_halves(
     const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, float *to, int to_stride,
     const float *shrink, ptrdiff_t ahead, const int num_heads, const int vectors) {
@@ -36,7 +36,7 @@ static inline __attribute__((always_inline)) void multiply_halves(
         }
 }
 
-/* The same for all columns, SPAN at a time, and any count: the first CHUNK shrinks what was there. */
+/* The same for all columns, SPAN at a time, and any count. The first CHUNK applies `shrink`. */
 static inline __attribute__((always_inline)) void multiply_columns(
     const float16_t *a, int a_stride, const float16_t *b, int b_stride, int count, int columns, float *to, int to_stride,
     const float *shrink, ptrdiff_t ahead, const int num_heads) {
@@ -58,7 +58,7 @@ static inline __attribute__((always_inline)) void multiply_columns(
     }
 }
 
-/* Scores to weights; the peak and the sum of a head go on. Returns what older weights shrink by. */
+/* Turns scores into weights and updates a head's peak and sum. Returns the factor for the older weights. */
 static inline float soften_halves(
     const attention_shape *shape, float *scores, const block_view *block, float *peak_so_far, float *sum,
     float16_t *weights) {

@@ -1,11 +1,11 @@
-/* One forward pass: a batch of tokens through all layers, logits for the rows that want them. */
+/* One forward pass: a batch of tokens through all layers, and logits for the requested rows. */
 #include <math.h>
 #include <string.h>
 
 #include "half.h"
 #include "inner.h"
 
-enum { UNITS_PER_THREAD = 4 }; /* pieces of a product, so that a thread that was held up does not hold up the rest */
+enum { UNITS_PER_THREAD = 4 }; /* units of a product per thread, so that one delayed thread does not delay the others */
 
 typedef struct {
     quire_engine *engine;
@@ -14,11 +14,11 @@ typedef struct {
     const quire_batch *batch;
     float *x;      /* [T, E]: the residual stream */
     float *inner;  /* [T, largest output of a product] */
-    float *mixed;  /* [T, max(H * D, E)]: what attention gives, and what products give back */
+    float *mixed;  /* [T, max(H * D, E)]: output of attention, and of products */
     float *normed; /* [T, E] */
     quire_input input;
-    int32_t *sequences; /* [T]: of each row */
-    int32_t *tiles;     /* [tiles]: first rows */
+    int32_t *sequences; /* [T]: the sequence of each row */
+    int32_t *tiles;     /* [tiles]: first row of each */
     int num_tiles;
 } pass;
 
@@ -124,8 +124,8 @@ static void set_input(quire_input *input, int num_rows, int cols, int refine) {
     input->num_refined = num_refined(input->num_groups, refine);
 }
 
-/* The residual stream takes up what the last product gave, normed where the model does that; its own norm is the input
-   of the next product. */
+/* Adds the output of the last product to the residual stream, normed first if the model does that, and writes its norm
+   as the input of the next product. */
 static void norm_rows(pass *step, const float *post_norm, const float *weight, int refine) {
     set_input(&step->input, step->batch->num_tokens, step->model->hidden_size, refine);
     row_job job = {.step = step, .post_norm = post_norm, .weight = weight};
@@ -176,7 +176,7 @@ static uint16_t *layer_pool(const quire_model *model, int index) {
     return model->pool + (size_t)index * (size_t)model->num_blocks * (quire_block_bytes(model) / 2);
 }
 
-/* Rows of the batch in tiles that attention takes together, and of each row its sequence. */
+/* Groups the rows of the batch into tiles for attention, and sets the sequence of each row. */
 static void lay_tiles(pass *step) {
     const quire_batch *batch = step->batch;
     step->num_tiles = 0;
@@ -280,7 +280,7 @@ static void run_layer(pass *step, int index) {
     project(step->engine, step->run, &layer->down, &step->input, step->mixed);
 }
 
-/* The whole */
+/* The whole pass */
 
 static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
     if (base) *out = (char *)base + *used;
@@ -288,7 +288,7 @@ static size_t carve(void *base, size_t *used, size_t num_bytes, void **out) {
     return *used;
 }
 
-/* Lays out what an input of so many rows takes; with no base, only says how much. */
+/* Lays out the memory of an input. Without a base, only returns its size. */
 static size_t lay_input(quire_input *input, void *base) {
     const size_t rows = (size_t)input->num_rows, cells = rows * (size_t)input->num_groups;
     const size_t rests = rows * (size_t)input->num_refined;
@@ -303,7 +303,7 @@ static size_t lay_input(quire_input *input, void *base) {
     return carve(base, &used, rests * 4, (void **)&input->refined);
 }
 
-/* Lays the working memory out; with no base, only says how much it takes. */
+/* Lays out the working memory. Without a base, only returns its size. */
 static size_t lay_out(pass *step, void *base) {
     const quire_model *model = step->model;
     const size_t rows = (size_t)largest(step->batch->num_tokens, step->batch->num_logits);
@@ -356,7 +356,7 @@ static void make_logits(pass *step, const float *hidden, int num_rows, float *lo
     for (size_t i = 0; i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
-/* Rows that want logits, one after the other. */
+/* Copies the rows that need logits next to each other. */
 static const float *gather_rows(const pass *step) {
     const quire_batch *batch = step->batch;
     const size_t hidden = (size_t)step->model->hidden_size;

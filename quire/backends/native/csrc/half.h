@@ -1,4 +1,4 @@
-/* fp16 as its bits, in plain C. Variants have instructions for it in their hot loops. */
+/* fp16 as raw bits, in plain C. The variants use instructions for it in their hot loops. */
 #ifndef QUIRE_HALF_H
 #define QUIRE_HALF_H
 
@@ -19,18 +19,18 @@ static inline uint32_t float_to_bits(float x) {
 
 static inline float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13); /* infinity, not a number */
-    /* The exponent is rebiased by a product, which also normalises what is too small for fp16's own exponents. */
+    if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13); /* infinity or NaN */
+    /* The product rebiases the exponent and also normalises subnormal numbers. */
     return bits_to_float(sign | float_to_bits(bits_to_float(rest << 13) * 0x1p112f));
 }
 
-/* To the nearest, ties to even. What is too large becomes the largest number there is, not infinity. */
+/* Rounds to nearest, ties to even. Numbers that are too large become the largest finite number, not infinity. */
 static inline uint16_t float_to_half(float x) {
     uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7bff);
-    if (bits < 0x38800000) { /* below fp16's smallest normal number: let the adder round */
+    if (bits < 0x38800000) { /* below fp16's smallest normal number: the addition rounds */
         uint32_t small = float_to_bits(bits_to_float(bits) + 0.5f);
         return (uint16_t)(sign | (small - 0x3f000000));
     }

@@ -1,14 +1,14 @@
-/* What the ARM variants share: bytes of a panel expanded, and one row of the input. */
+/* Code shared by the ARM variants: expanding the bytes of a panel, and products with one row of the input. */
 #include <arm_neon.h>
 
 #include "rows.h"
 #include "attention.h"
 
-#define MAGIC_BITS 0x4b400000 /* of MAGIC: a small whole number added to them is added to the float */
+#define MAGIC_BITS 0x4b400000 /* bits of MAGIC: adding a small integer to them adds it to the float */
 
-enum { AHEAD = 2048 }; /* bytes of a matrix that are asked for before they are needed */
+enum { AHEAD = 2048 }; /* prefetch distance in bytes */
 
-typedef struct { /* a group of a panel, ready for products: for each of 8 rows 32 codes, their scale and minimum */
+typedef struct { /* a group of a panel, expanded: for each of 8 rows 32 codes, a scale and a minimum */
     int8_t codes[256];
     float scales[PANEL], offsets[PANEL], minima[PANEL]; /* offset: -MAGIC * scale */
 } expanded;
@@ -29,7 +29,7 @@ static inline float32x4_t halves(const uint8_t *at) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at)));
 }
 
-/* Two steps of 4 inputs side by side, for instructions that multiply 2 rows of 8. */
+/* Puts two steps of 4 inputs side by side, for instructions that multiply 2 rows of 8. */
 static inline __attribute__((always_inline)) void pair_steps(int8x16_t codes[16]) {
     for (int i = 0; i < 16; i += 4) { /* two steps of rows 0 to 3 and 4 to 7 */
         int32x4_t steps[4];
@@ -49,7 +49,7 @@ static inline __attribute__((always_inline)) const expanded *expand_panel(
         int8x16_t bytes[16];
         expand_codes(w, kind, bytes);
         if (in_pairs) pair_steps(bytes);
-        for (int i = 0; i < panel_bytes(kind); i += 64) /* the next panel, while products are made with this one */
+        for (int i = 0; i < panel_bytes(kind); i += 64) /* prefetch the next panel during the products of this one */
             __builtin_prefetch(w + (size_t)num_groups * (size_t)panel_bytes(kind) + i);
         for (int i = 0; i < 16; i++) vst1q_s8(out->codes + 16 * i, bytes[i]);
         for (int half = 0; half < 2; half++) {
@@ -62,7 +62,7 @@ static inline __attribute__((always_inline)) const expanded *expand_panel(
     return (const expanded *)scratch;
 }
 
-/* 32 products for each of 8 rows: bytes of a panel's group and 32 bytes of one input. */
+/* Computes 32 products for each of 8 rows: the bytes of a panel's group times 32 bytes of one input. */
 static inline __attribute__((always_inline)) void dot_group(
     const int8x16_t codes[16], int8x16_t low, int8x16_t high, int32x4_t sums[2]) {
     sums[0] = sums[1] = vdupq_n_s32(0);
@@ -91,7 +91,7 @@ static inline void write_outputs(float32x4_t low, float32x4_t high, float *y, in
     memcpy(y, out, (size_t)count * sizeof *y);
 }
 
-/* The refined groups of one row of the input, summed up apart from the others, from the packed bytes. */
+/* Sums the refined groups of one input row separately from the others, from the packed bytes. */
 static inline __attribute__((always_inline)) void refine_packed(
     const uint8_t *w, int kind, const quire_input *x, int row, float32x4_t out[2]) {
     const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128;
@@ -111,9 +111,9 @@ static inline __attribute__((always_inline)) void refine_packed(
     for (int half = 0; half < 2; half++) out[half] = vaddq_f32(out[half], apart[half]);
 }
 
-/* One row of the input, from the packed bytes: for a single stream, where reading the weights is all there is. A group of
-   4-bit codes is unpacked to v24 to v31 and v16 to v23 and multiplied by 32 bytes of the input, and once more by what
-   rounding left of them where they are refined. */
+/* One row of the input, from the packed bytes: for a single stream, which is limited by reading the weights. A group of
+   4-bit codes is unpacked to v24-v31 and v16-v23 and multiplied by 32 bytes of the input. In refined groups it is also
+   multiplied by the rounding error of the input. */
 #define UNPACK(packed, low) \
     "and " low ".16b, " packed ".16b, %[mask].16b\n ushr " packed ".16b, " packed ".16b, #4\n"
 #define UNPACK_ALL \

@@ -1,4 +1,4 @@
-/* Weights, from the bytes of a file to panels of 8 rows (see quire.h for how they lie). */
+/* Packs weights from the bytes of a file into panels of 8 rows. quire.h describes the layout. */
 #include <math.h>
 #include <string.h>
 
@@ -10,7 +10,7 @@ typedef struct { /* 32 weights of one row: value = scale * code + minimum */
     uint16_t scale, minimum;
 } group_codes;
 
-static const int SOURCE_BYTES[] = {18, 20, 144, 34, 128, 64, 64}; /* of a block in the file */
+static const int SOURCE_BYTES[] = {18, 20, 144, 34, 128, 64, 64}; /* bytes of a block in the file */
 static const int SOURCE_WEIGHTS[] = {32, 32, 256, 32, 32, 32, 32};
 
 int quire_source_kind(int source) { return source <= SOURCE_Q4_K ? QUIRE_Q4 : QUIRE_Q8; }
@@ -32,7 +32,7 @@ static void read_nibbles(const uint8_t *at, group_codes *out) {
     }
 }
 
-/* The `index`-th of the 8 groups in a block of Q4_K, whose scales are 6 bits of their own. */
+/* Reads group `index` of the 8 groups in a Q4_K block, whose scales have 6 bits each. */
 static void read_q4_k(const uint8_t *block, int index, group_codes *out) {
     const uint8_t *packed = block + 4, *codes = block + 16 + index / 2 * 32;
     int scale, minimum;
@@ -52,12 +52,12 @@ static void round_floats(const float *x, group_codes *out) {
     float peak = 0, nothing = 0;
     for (int i = 0; i < GROUP; i++) {
         peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
-        nothing += x[i] - x[i]; /* not 0 where one is no number: then the whole group says so */
+        nothing += x[i] - x[i]; /* not 0 if one is NaN or infinite: then the scale of the whole group is NaN */
     }
     out->scale = nothing == 0 ? float_to_half(peak / 127) : float_to_half(NAN);
     out->minimum = 0;
     float scale = half_to_float(out->scale);
-    if (127 * scale < peak && out->scale < 0x7bff) scale = half_to_float(++out->scale); /* it must reach the largest */
+    if (127 * scale < peak && out->scale < 0x7bff) scale = half_to_float(++out->scale); /* must reach the peak */
     for (int i = 0; i < GROUP; i++) {
         float code = scale > 0 ? rintf(x[i] / scale) : 0;
         out->codes[i] = (int8_t)(code > 127 ? 127 : code < -127 ? -127 : code == code ? code : 0);

@@ -1,10 +1,10 @@
-/* What is done to rows of numbers between the matrix products. Included by every variant. */
+/* Operations on rows between the matrix products. Included by every variant. */
 #include <math.h>
 
 #include "vectors.h"
 
-/* x + y into x (y may be NULL), then its RMS norm times weight into out. `size` is any; rows are padded to whole vectors
-   with zeros by their owner. */
+/* Adds y to x (y may be NULL) and writes the RMS norm of x times weight to out. `count` is arbitrary: the caller pads
+   rows with zeros to whole vectors. */
 static void norm_row(float *x, const float *y, const float *weight, int count, float eps, float *out) {
     vec squares[2] = {fill(0), fill(0)};
     int i = 0, turn = 0;
@@ -32,12 +32,12 @@ static inline vec sigmoid(vec x) {
 
 static inline vec activate(vec x, int activation) {
     if (activation == 0) return mul(x, sigmoid(x));
-    /* gelu by tanh: x / 2 * (1 + tanh(z)) is x * sigmoid(2 z) */
+    /* gelu with tanh: x / 2 * (1 + tanh(z)) equals x * sigmoid(2 z) */
     vec cube = mul(mul(x, x), x);
     return mul(x, sigmoid(mul(fill(1.5957691216f), mul_add(cube, fill(0.044715f), x))));
 }
 
-/* activation(gate) * up, in place of the gate. */
+/* Computes activation(gate) * up in place of the gate. */
 static void gate_row(float *gate, const float *up, int count, int activation) {
     int i = 0;
     for (; i + LANES <= count; i += LANES) store(gate + i, mul(activate(load(gate + i), activation), load(up + i)));
@@ -49,7 +49,7 @@ static void gate_row(float *gate, const float *up, int count, int activation) {
     memcpy(gate + i, x, (size_t)(count - i) * sizeof *x);
 }
 
-/* Halves are rotated against each other. */
+/* Rotates the two halves of a head against each other. */
 static void rotate_head(float *x, const float *cosines, const float *sines, int half) {
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -70,14 +70,14 @@ static void add_row(float *x, const float *y, int count) {
 
 enum { PLACES = 2048 };
 
-/* The groups with the largest scales, as many as will be refined, in ascending order. Of scales that are alike in all but
-   their last bits the left one comes first. `keys` and `ranks` are [groups]. */
+/* Chooses the groups with the largest scales, as many as are refined, in ascending order. If scales differ only in
+   their last bits, the group with the lower index is preferred. `keys` and `ranks` are [groups]. */
 static void choose_refined(
     const float *scales, int num_groups, int num_chosen, int32_t *restrict keys, int32_t *restrict ranks,
     int32_t *chosen) {
     for (int i = 0; i < num_groups; i++) {
         int32_t bits;
-        memcpy(&bits, scales + i, sizeof bits); /* of numbers above 0 these are in the same order */
+        memcpy(&bits, scales + i, sizeof bits); /* the bits of positive floats are in the order of the floats */
         keys[i] = (bits & ~(PLACES - 1)) | (PLACES - 1 - i % PLACES);
         ranks[i] = 0;
     }
@@ -88,17 +88,17 @@ static void choose_refined(
     int count = 0;
     for (int i = 0; i < num_groups && count < num_chosen; i++)
         if (ranks[i] < num_chosen) chosen[count++] = i;
-    for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* scales that are not numbers: it does not matter */
+    for (int i = 0; count < num_chosen; i++) chosen[count++] = i; /* the scales are NaN: any choice will do */
 }
 
-/* 32 numbers to 8 bits; returns the scale. What is no number leaves a scale that is none either. */
+/* Rounds 32 numbers to 8 bits and returns the scale, which is NaN if one of them is not finite. */
 static float quantize_group(const float *x, int8_t *q) {
     vec peaks = fill(0), sums = fill(0);
     for (int i = 0; i < GROUP; i += LANES) {
         peaks = highest(peaks, size(load(x + i)));
         sums = add(sums, load(x + i));
     }
-    const float largest = peak(peaks), sum = total(sums), check = sum - sum; /* not 0 where one is no number */
+    const float largest = peak(peaks), sum = total(sums), check = sum - sum; /* not 0 if one is not finite */
     if (!(largest > 1e-30f) || check != 0) {
         memset(q, 0, GROUP);
         return check == 0 ? 0 : check;
@@ -136,7 +136,7 @@ static void quantize_row(const float *x, int count, quire_input *out, int row) {
         const int g = chosen[r];
         const float *at = x + g * GROUP;
         float rest[GROUP];
-        if ((g + 1) * GROUP > count) at = padded; /* the last group, as it was left */
+        if ((g + 1) * GROUP > count) at = padded; /* the last group, padded above */
         for (int i = 0; i < GROUP; i++) rest[i] = at[i] - (float)q[g * GROUP + i] * scales[g];
         int8_t *codes = out->rest + (first_rest + (size_t)r) * GROUP;
         const float scale = quantize_group(rest, codes);

@@ -1,8 +1,9 @@
-/* One token for each row of logits: temperature, min-p, top-k, top-p, draw, as quire/backends/torch/sampling.py defines
-   them. Logits are divided by the temperature and weighed, e^(logit - peak), in float; weights are added up in double.
+/* Chooses one token for each row of logits: temperature, min-p, top-k, top-p and the draw, as
+   quire/backends/torch/sampling.py defines them. Logits are divided by the temperature and turned into weights,
+   e^(logit - peak), in float. Weights are summed in double.
 
-   A row is cut into blocks. Each keeps its largest logit and the sum of its weights, so that what comes after the one
-   pass over all weights looks only into blocks that matter, and the vocabulary is never sorted. */
+   A row is divided into blocks. Each block keeps its largest logit and the sum of its weights. After one pass over all
+   weights, only the relevant blocks are read again, and the vocabulary is never sorted. */
 #include "sampling.h"
 
 #include <math.h>
@@ -20,21 +21,21 @@ enum { LANES = 4, STRIDE = 4 * LANES, BLOCK = 8 * STRIDE, NUM_BINS = 256 };
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
-static const float LIGHTEST = 2e-38f; /* what weighs less is forbidden, or as good as that */
+static const float LIGHTEST = 2e-38f; /* tokens with a smaller weight are treated as forbidden */
 
 typedef struct {
     const float *logits;
     const quire_choice *choice;
     int vocab_size, num_blocks;
-    float peak, floor; /* divided by the temperature: the largest logit, and the smallest that is kept */
-    float tail[BLOCK]; /* the last block, filled up with minus infinity */
-    /* The thread's own memory, for B blocks (whole strides of them) and P places. */
-    double *sums;      /* [B]: of the weights */
-    float *largest;    /* [B]: of the logits */
-    float *heaviest;   /* [B]: the weight of that one */
-    float *weights;    /* [P]: not set where the sum of the block is 0 */
-    float *candidates; /* [P]: the weights of those that may be drawn */
-    int32_t *ids;      /* [P]: their tokens, ascending */
+    float peak, floor; /* divided by the temperature: the largest logit, and the smallest one that is kept */
+    float tail[BLOCK]; /* the last block, padded with minus infinity */
+    /* The thread's own memory, for B blocks (in whole strides) and P positions. */
+    double *sums;      /* [B]: sum of the weights */
+    float *largest;    /* [B]: largest logit */
+    float *heaviest;   /* [B]: weight of the largest logit */
+    float *weights;    /* [P]: undefined if the sum of the block is 0 */
+    float *candidates; /* [P]: weights of the tokens that may be drawn */
+    int32_t *ids;      /* [P]: ids of those tokens, ascending */
     int32_t *keys;     /* [P] */
 } row;
 
@@ -56,7 +57,7 @@ static inline floats larger_or_nan(floats a, floats b) { return vmaxq_f32(a, b);
 
 static inline floats larger(floats a, floats b) { return vmaxnmq_f32(a, b); } /* the number, if one is NaN */
 
-/* By the inverse, and corrected: rounded as a division rounds, in half the time. Infinity gives NaN. */
+/* Multiplies by the inverse and corrects: rounds like a division, in half the time. Infinity gives NaN. */
 static inline floats divide(floats x, floats by, floats inverse) {
     const floats guess = x * inverse;
     return multiply_add(vfmsq_f32(x, guess, by), inverse, guess);
@@ -85,7 +86,7 @@ static inline int32_t bits_of(float x) {
     return bits;
 }
 
-/* Integers in the order of the floats, and back. Of what is not negative, they are the bits. */
+/* Maps floats to integers in the same order, and back. For floats that are not negative these are their bits. */
 static inline int32_t key_of(float x) { return bits_of(x) ^ ((bits_of(x) >> 31) & INT32_MAX); }
 
 static inline float float_of(int32_t key) {
@@ -99,9 +100,9 @@ static const float *block_of(const row *row, int block) {
     return block == row->num_blocks - 1 ? row->tail : row->logits + (size_t)block * BLOCK;
 }
 
-/* The largest of a block; NaN if one of them is. */
+/* Returns the largest logit of a block, or NaN if one of them is NaN. */
 static float largest_of(const float *x) {
-    floats even = fill(-INFINITY), odd = even; /* two, so that they need not wait for each other */
+    floats even = fill(-INFINITY), odd = even; /* two independent chains */
     for (int i = 0; i < BLOCK; i += 2 * LANES) {
         even = larger_or_nan(load(x + i), even);
         odd = larger_or_nan(load(x + i + LANES), odd);
@@ -112,7 +113,7 @@ static float largest_of(const float *x) {
     return result;
 }
 
-/* Whether any of a stride is as large. */
+/* Returns whether any value of a stride is at least `least`. */
 static inline int reaches(const float *x, float least) {
     uint64_t bits[2];
     ints mask = {0};
@@ -121,7 +122,7 @@ static inline int reaches(const float *x, float least) {
     return (bits[0] | bits[1]) != 0;
 }
 
-/* The largest logit; NaN if one of them is. */
+/* Returns the largest logit, or NaN if one of them is NaN. */
 static float scan(row *row) {
     float peak = -INFINITY;
     for (int block = 0; block < row->num_blocks; block++) {
@@ -142,8 +143,9 @@ static int first_of(const row *row, float peak) {
     return block * BLOCK + i;
 }
 
-/* The largest key such that it and the keys above it come to the goal: by their number, or by the weights they are the
-   bits of. The smallest of all, if they never do. Takes the keys apart: each turn leaves those of one bin. */
+/* Returns the largest key such that it and all larger keys reach the goal: by their number, or by the sum of the
+   weights whose bits they are. Returns the smallest key if they never do. Reorders the keys: each round keeps those of
+   one bin. */
 static int32_t find_threshold(int32_t *keys, int count, double goal, int is_by_weight) {
     for (;;) {
         int32_t low = INT32_MAX, high = INT32_MIN;
@@ -168,7 +170,7 @@ static int32_t find_threshold(int32_t *keys, int count, double goal, int is_by_w
     }
 }
 
-/* The k-th largest logit. It is no smaller than the k-th largest of what blocks have at most. */
+/* Returns the k-th largest logit. It is at least the k-th largest of the blocks' maxima. */
 static float find_largest(const row *row, int k) {
     int32_t *keys = row->keys;
     float least = -INFINITY;
@@ -191,9 +193,9 @@ static float find_largest(const row *row, int k) {
     return float_of(find_threshold(keys, count, k, 0));
 }
 
-/* e^x for x <= 0, to 1.3 ulp; below LIGHTEST for less than -87, and NaN. Added up in pairs: a long chain would wait. */
+/* e^x for x <= 0, to 1.3 ulp; below LIGHTEST for x < -87 and for NaN. Terms are added in pairs to shorten the chain. */
 static inline floats exponential(floats x) {
-    const floats magic = fill(12582912.0f); /* 1.5 * 2^23: added, it leaves a whole number in the low bits */
+    const floats magic = fill(12582912.0f); /* 1.5 * 2^23: adding it leaves an integer in the low bits */
     x = larger(x, fill(-87.0f));
     const floats shifted = multiply_add(x, fill(1.44269504f), magic), n = shifted - magic;
     floats r = multiply_add(n, fill(-0.693359375f), x); /* x - n log 2, in two parts */
@@ -205,7 +207,7 @@ static inline floats exponential(floats x) {
     return (floats)((ints)y + ((ints)shifted << 23)); /* times 2^n */
 }
 
-/* Of whole strides. Four vectors at a time keep the pipes full. */
+/* Computes weights of whole strides, four vectors at a time to fill the pipelines. */
 static void weigh(const row *row, const float *restrict x, int count, float *restrict weights) {
     const floats temperature = fill(row->choice->temperature), inverse = 1.0f / temperature, peak = fill(row->peak);
     for (int i = 0; i < count; i += STRIDE) {
@@ -223,7 +225,7 @@ static double sum_of(const float *weights) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* Sets the weights, and returns their sum. */
+/* Sets the weights and returns their sum. */
 static double weigh_row(row *row) {
     const float temperature = row->choice->temperature;
     double total = 0;
@@ -245,12 +247,12 @@ static double weigh_row(row *row) {
     return total;
 }
 
-/* All of at least this weight to the candidates; returns how many. */
+/* Collects all tokens with at least this weight as candidates and returns their number. */
 static int gather(row *row, float least, double *mass) {
     int count = 0;
     double sum = 0;
     for (int block = 0; block < row->num_blocks; block++) {
-        if (row->heaviest[block] < least * 0.99999f) continue; /* a smaller logit may weigh more, by an ulp */
+        if (row->heaviest[block] < least * 0.99999f) continue; /* a smaller logit may have a weight one ulp larger */
         const int before = count;
         for (int first = block * BLOCK; first < (block + 1) * BLOCK; first += STRIDE) {
             if (!reaches(row->weights + first, least)) continue;
@@ -266,7 +268,7 @@ static int gather(row *row, float least, double *mass) {
     return count;
 }
 
-/* Candidates of ever less weight, till they come to top_p of the whole: there are never many more than it takes. */
+/* Lowers the least weight of candidates until they reach top_p of the total, so that few unneeded ones are kept. */
 static int draw_top_p(row *row, double total) {
     const double goal = row->choice->top_p * total;
     double mass = 0, kept = 0, sum = 0;
@@ -292,7 +294,7 @@ static int draw_any(const row *row, double total) {
     const double target = row->choice->draw * total;
     double sum = 0, next = 0;
     int block = 0, last = 0;
-    for (int i = 0; i < row->num_blocks && next <= target; i++) { /* the block in which the sum passes the target */
+    for (int i = 0; i < row->num_blocks && next <= target; i++) { /* find the block where the sum passes the target */
         if (row->heaviest[i] < LIGHTEST) continue;
         block = i;
         sum = next;
@@ -320,7 +322,7 @@ static int choose_token(row *row, float peak) {
     return choice->top_p < 1 ? draw_top_p(row, total) : draw_any(row, total);
 }
 
-/* How many logits are larger. */
+/* Returns how many logits are larger. */
 static int rank_of(const row *row, float logit) {
     int rank = 0;
     for (int block = 0; block < row->num_blocks; block++) {
@@ -336,17 +338,17 @@ static int compare(const void *a, const void *b) {
     return (one > other) - (one < other);
 }
 
-/* The tokens of the k largest logits, the largest first, equal ones by their ids. */
+/* Lists the tokens of the k largest logits, largest first, equal ones by id. */
 static void list_largest(const row *row, int k, int32_t *tokens) {
     const float least = find_largest(row, k);
-    uint64_t *order = (uint64_t *)(void *)row->weights; /* in the place of weights and candidates */
+    uint64_t *order = (uint64_t *)(void *)row->weights; /* reuses the memory of weights and candidates */
     int count = 0;
     for (int block = 0; block < row->num_blocks; block++) {
         if (row->largest[block] < least) continue;
         const float *x = block_of(row, block);
         for (int i = 0; i < BLOCK && block * BLOCK + i < row->vocab_size; i++) {
             if (x[i] < least) continue;
-            const uint32_t descending = (uint32_t)INT32_MAX - (uint32_t)key_of(x[i] + 0.0f); /* zeros have one sign */
+            const uint32_t descending = (uint32_t)INT32_MAX - (uint32_t)key_of(x[i] + 0.0f); /* + 0: -0 becomes 0 */
             order[count++] = (uint64_t)descending << 32 | (uint32_t)(block * BLOCK + i);
         }
     }
@@ -359,7 +361,7 @@ static size_t own_bytes(int num_blocks) {
     return blocks * (sizeof(double) + 2 * sizeof(float)) + places * (2 * sizeof(float) + 2 * sizeof(int32_t));
 }
 
-/* Sets all but the choice, the peak and the floor. */
+/* Sets all fields except the choice, the peak and the floor. */
 static void lay_out(row *row, const float *logits, int vocab_size, void *memory) {
     row->logits = logits;
     row->vocab_size = vocab_size;
@@ -382,7 +384,7 @@ typedef struct {
     const quire_ranking *ranking;
 } work;
 
-/* Whether no logit is NaN and the largest is finite. */
+/* Returns whether no logit is NaN and the largest is finite. */
 static int is_row_sound(const float *logits, int vocab_size) {
     float peak = -INFINITY;
     int i = 0;
@@ -398,7 +400,7 @@ static int is_row_sound(const float *logits, int vocab_size) {
     return isfinite(peak);
 }
 
-/* Minus infinity for each of 64 whose bit is not set, the lowest first. */
+/* Sets each of 64 logits whose bit is not set to minus infinity, lowest bit first. */
 static void forbid_word(float *logits, uint64_t bits) {
     const ints each = {1, 2, 4, 8}, never = (ints)fill(-INFINITY);
     for (int i = 0; i < 64; i += LANES, bits >>= LANES) {
@@ -407,7 +409,7 @@ static void forbid_word(float *logits, uint64_t bits) {
     }
 }
 
-/* Masks are nearly empty or nearly full: most words are one of two. */
+/* Masks are nearly empty or nearly full: most words are all zeros or all ones. */
 static void forbid(float *logits, const uint8_t *mask, int vocab_size) {
     int first = 0;
     for (; first + 64 <= vocab_size; first += 64) {
@@ -453,7 +455,7 @@ static void rank_row(void *context, int unit, int thread) {
     if (is_sound) total = (float)log(weigh_row(&row));
     if (is_sound && num_top) list_largest(&row, num_top, tokens);
     for (int i = 0; i < num_top; i++) {
-        if (!is_sound) tokens[i] = i; /* what is not made of numbers has no order */
+        if (!is_sound) tokens[i] = i; /* logits with NaN have no order */
         logprobs[i] = logits[tokens[i]] - row.peak - total;
     }
     args->logprobs[unit] = logits[args->chosen[unit]] - row.peak - total;

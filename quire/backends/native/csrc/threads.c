@@ -1,4 +1,4 @@
-/* A pool of threads that spins between the parts of a step and sleeps between steps, so that idle costs nothing. */
+/* A thread pool. Threads spin between the parts of a step and sleep between steps, so an idle engine uses no CPU. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -7,7 +7,7 @@
 
 #include "inner.h"
 
-enum { SPINS = 20000 }; /* looks for work before a thread sleeps: some 50 us, longer than any pause within a step */
+enum { SPINS = 20000 }; /* polls before a thread sleeps: about 50 us, longer than any pause within a step */
 
 #if defined(__aarch64__)
 #define relax() __asm__ __volatile__("yield" ::: "memory")
@@ -25,8 +25,8 @@ typedef struct {
 } worker;
 
 struct quire_engine {
-    int num_threads; /* the caller's included */
-    worker *workers; /* [num_threads]; 0 is the caller */
+    int num_threads; /* including the caller's */
+    worker *workers; /* [num_threads]; worker 0 is the caller */
     size_t own_bytes, shared_bytes;
     void *shared;
     quire_task task;
@@ -34,7 +34,7 @@ struct quire_engine {
     int num_units;
     pthread_mutex_t mutex;
     pthread_cond_t wake;
-    _Alignas(64) atomic_uint round; /* raised with every piece of work */
+    _Alignas(64) atomic_uint round; /* incremented for every piece of work */
     _Alignas(64) atomic_int next_unit;
     _Alignas(64) atomic_int num_busy;
     _Alignas(64) atomic_int num_asleep;
@@ -49,7 +49,7 @@ static void work(quire_engine *engine, int thread) {
     }
 }
 
-/* Returns when the round is no longer `seen`. */
+/* Waits until the round differs from `seen`. */
 static void wait_for_round(quire_engine *engine, unsigned seen) {
     for (int spin = 0; spin < SPINS; spin++) {
         if (atomic_load_explicit(&engine->round, memory_order_acquire) != seen) return;
@@ -79,7 +79,7 @@ static void start_round(quire_engine *engine) {
     atomic_store_explicit(&engine->num_busy, engine->num_threads - 1, memory_order_relaxed);
     atomic_fetch_add(&engine->round, 1);
     if (atomic_load(&engine->num_asleep)) {
-        pthread_mutex_lock(&engine->mutex); /* whoever is between its last look and its sleep has the lock */
+        pthread_mutex_lock(&engine->mutex); /* held by a worker between its last poll and its sleep */
         pthread_cond_broadcast(&engine->wake);
         pthread_mutex_unlock(&engine->mutex);
     }
@@ -98,7 +98,7 @@ void quire_run(quire_engine *engine, quire_task task, void *context, int num_uni
     work(engine, 0);
     for (int spin = 0; atomic_load_explicit(&engine->num_busy, memory_order_acquire); spin++) {
         if (spin < SPINS) relax();
-        else sched_yield(); /* whoever we wait for may be waiting for this core */
+        else sched_yield(); /* the worker we wait for may need this core */
     }
 }
 
@@ -114,7 +114,7 @@ static void stop_workers(quire_engine *engine) {
     engine->num_threads = 0;
 }
 
-/* As many as can be started, at least the caller's own. */
+/* Starts as many threads as possible; the caller's always exists. */
 static void start_workers(quire_engine *engine, worker *workers, int num_threads) {
     engine->workers = workers;
     engine->own_bytes = 0;
@@ -148,7 +148,7 @@ quire_engine *quire_open(int num_threads) {
 int quire_use_threads(quire_engine *engine, int num_threads) {
     if (num_threads == engine->num_threads) return 0;
     worker *workers = calloc((size_t)num_threads, sizeof(worker));
-    if (!workers) return -1; /* those that are there go on */
+    if (!workers) return -1; /* the existing workers continue */
     stop_workers(engine);
     start_workers(engine, workers, num_threads);
     return 0;

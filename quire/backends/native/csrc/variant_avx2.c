@@ -3,7 +3,7 @@
 
 #include "inner.h"
 
-#define TILE 6 /* rows of the input that share a panel's bytes: sums and outputs of so many are in 16 registers */
+#define TILE 6 /* rows of the input that share a panel's bytes: the sums and outputs of 6 fit in 16 registers */
 
 static inline __m256i start_products(const uint8_t *at, const int kind) {
     (void)at;
@@ -11,9 +11,9 @@ static inline __m256i start_products(const uint8_t *at, const int kind) {
     return _mm256_setzero_si256();
 }
 
-/* No pair of products leaves 16 bits, because no input is -128. Nibbles are so small that 8 steps of them fit as well
-   (8 * 2 * 15 * 127 < 2^15). Signed bytes give their sign to the input: |-128| is 128 as an unsigned byte, so it counts
-   as what it is. */
+/* No pair of products exceeds 16 bits, because no input is -128. Nibbles are small enough for 8 steps of them
+   (8 * 2 * 15 * 127 < 2^15). For signed bytes the sign is moved to the input: |-128| is 128 as an unsigned byte, so the
+   product is correct. */
 static inline __m256i dot_step(const int kind, __m256i sums, __m256i codes, __m256i inputs) {
     if (kind == QUIRE_Q4) {
         sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, inputs));
@@ -21,7 +21,7 @@ static inline __m256i dot_step(const int kind, __m256i sums, __m256i codes, __m2
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
         sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    __asm__("" : "+x"(sums)); /* gcc would make all products first, add them up last, and spill what lies between */
+    __asm__("" : "+x"(sums)); /* otherwise gcc computes all products first, adds them last, and spills */
     return sums;
 }
 

@@ -1,13 +1,13 @@
 /* x86 with the byte products of AVX512-VNNI (Intel servers since 2019, AMD since 2022), on 256 bits: a panel has 8
-   rows, and some machines slow down for more. */
+   rows, and some machines lower their clock for wider vectors. */
 #include <immintrin.h>
 
 #include "inner.h"
 
 #define TILE 8 /* rows of the input that share a panel's bytes; `prepare_inputs` has room for 10 */
 
-/* The instruction multiplies unsigned bytes by signed ones. Nibbles are unsigned. Beside signed bytes the inputs are
-   made so, by adding 128; sums then begin at minus 128 times the sum of the bytes. */
+/* The instruction multiplies unsigned bytes by signed ones. Nibbles are unsigned. For signed bytes the inputs are made
+   unsigned by adding 128; the sums then start at minus 128 times the sum of the bytes. */
 static inline __m256i start_products(const uint8_t *at, const int kind) {
     const __m256i zero = _mm256_setzero_si256(), offset = _mm256_set1_epi8(-128);
     if (kind == QUIRE_Q4) return zero;

@@ -1,4 +1,4 @@
-/* ARM with dot products (ARMv8.2: most servers and phones since 2018, every Apple silicon). */
+/* ARM with dot products (ARMv8.2: most servers and phones since 2018, all Apple silicon). */
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -7,10 +7,10 @@
 
 enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers */
 
-/* 32 products for each of 8 rows of a matrix and 4 of the input, scaled and added to `out`. The compiler would keep more
-   in registers than there are and spill, so the order is written out. Conversions are slow and moves are not free, loads
-   are: sums begin at MAGIC, the bits of 1.5 * 2^23, so that they are floats already, of which a product with the scale
-   and an addition of -MAGIC * scale take it off again, without rounding in between. */
+/* Computes 32 products for each of 8 rows of a matrix and 4 rows of the input, scales them and adds them to `out`. The
+   order is written out because the compiler would use more registers than exist, and spill. Conversions are slow and
+   moves cost time, but loads are free. Sums therefore start at MAGIC, the bits of 1.5 * 2^23, so that they are already
+   floats. A product with the scale and an addition of -MAGIC * scale remove it again, without rounding in between. */
 #define STEP(lane, first, second) \
     "sdot v16.4s, " first ".16b, v28.4b[" lane "]\n sdot v18.4s, " first ".16b, v29.4b[" lane "]\n" \
     "sdot v20.4s, " first ".16b, v30.4b[" lane "]\n sdot v22.4s, " first ".16b, v31.4b[" lane "]\n" \
@@ -69,7 +69,7 @@ static inline __attribute__((always_inline)) void dot_one(
           "v30", "v31");
 }
 
-/* The refined groups of some rows of the input, summed up apart from the others. */
+/* Sums the refined groups of some input rows separately from the others. */
 static inline __attribute__((always_inline)) void refine_row(
     const expanded *w, const quire_input *x, int row, float32x4_t out[2]) {
     const int count = x->num_refined;
@@ -89,11 +89,11 @@ static inline __attribute__((always_inline)) void refine_tile(
     const int32_t *refined = x->refined + first;
     const int8_t *rest = x->rest + first * GROUP;
     const float *scales = x->rest_scales + first;
-    float32x4_t a[2], b[2], c[2], d[2]; /* not an array of them, which would be kept in memory */
+    float32x4_t a[2], b[2], c[2], d[2]; /* the compiler would keep an array of them in memory */
     a[0] = a[1] = b[0] = b[1] = c[0] = c[1] = d[0] = d[1] = vdupq_n_f32(0);
     if (count == 0) return;
     const expanded *at[TILE] = {w + refined[0], w + refined[count], w + refined[2 * count], w + refined[3 * count]};
-    for (int r = 0; r < count; r++) { /* where the next ones are is known early: the way there is long */
+    for (int r = 0; r < count; r++) { /* the addresses of the next groups are computed early to hide the latency */
         const int s = r + count, t = s + count, u = t + count, next = r + 1 < count ? r + 1 : r;
         const expanded *then[TILE] = {w + refined[next], w + refined[next + count], w + refined[next + 2 * count],
                                       w + refined[next + 3 * count]};
@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void refine_tile(
     }
 }
 
-/* TILE rows of the input from `row` on. */
+/* Multiplies TILE rows of the input, starting at `row`. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const expanded *w, int kind, const quire_input *x, int row, float *y, size_t stride, int count) {
     const int groups = x->num_groups;
@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void multiply_tile(
             out[2 * m + 1] = vfmaq_n_f32(out[2 * m + 1], high, sums[m * groups + g]);
         }
     }
-    float sums_so_far[2 * TILE * 4]; /* by way of memory: a second loop over `out` would keep it there all along */
+    float sums_so_far[2 * TILE * 4]; /* a second loop over `out` would make the compiler keep `out` in memory */
     for (int i = 0; i < 2 * TILE; i++) vst1q_f32(sums_so_far + 4 * i, out[i]);
     refine_tile(w, x, row, sums_so_far);
     for (int m = 0; m < TILE; m++) {
@@ -137,7 +137,7 @@ static inline __attribute__((always_inline)) void multiply_tile(
     }
 }
 
-/* One row of the input, with the same operations on it as a tile has. */
+/* Multiplies one row of the input, with the same operations as in a tile. */
 static inline __attribute__((always_inline)) void multiply_row(
     const expanded *w, int kind, const quire_input *x, int row, float *y, size_t stride, int count) {
     const int groups = x->num_groups;
@@ -157,7 +157,7 @@ static inline __attribute__((always_inline)) void multiply(
     const uint8_t *w, const int kind, const quire_input *x, float *scratch, float *y, size_t stride, int count) {
     const int num_rows = x->num_rows;
     const expanded *panel = expand_panel(w, kind, x->num_groups, scratch, 0);
-    __asm__ volatile("" ::: "memory"); /* it is written: the products read it behind the compiler's back */
+    __asm__ volatile("" ::: "memory"); /* the panel must be written: the compiler does not see that assembly reads it */
     int row = 0;
     for (; row + TILE <= num_rows; row += TILE) multiply_tile(panel, kind, x, row, y, stride, count);
     for (; row < num_rows; row++) multiply_row(panel, kind, x, row, y, stride, count);

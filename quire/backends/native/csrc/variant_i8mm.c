@@ -1,5 +1,5 @@
-/* ARM with products of small matrices of bytes (i8mm: servers since 2022, Apple M2): twice as many an instruction,
-   where there are rows enough. */
+/* ARM with products of small byte matrices (i8mm: servers since 2022, Apple M2): twice as many products per
+   instruction, if there are enough rows. */
 #if defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__APPLE__)
@@ -10,8 +10,8 @@
 
 enum { TILE = 4 }; /* rows of the input that share a panel's bytes in registers: two pairs */
 
-/* 32 products for each of 8 rows of a matrix and `num_pairs` pairs of rows of the input. Of a pair, sums[j] holds rows
-   2 j and 2 j + 1 of the matrix for the first row, then for the second. */
+/* Computes 32 products for each of 8 rows of a matrix and `num_pairs` pairs of input rows. For a pair, sums[j] holds
+   rows 2 j and 2 j + 1 of the matrix for the first input row, then for the second. */
 static inline __attribute__((always_inline)) void dot_pairs(
     const int8_t *codes, const int8_t *const inputs[TILE], size_t at, int32x4_t sums[2][4], const int num_pairs) {
     for (int p = 0; p < num_pairs; p++)
@@ -31,7 +31,7 @@ static inline __attribute__((always_inline)) void dot_pairs(
     }
 }
 
-/* Four rows of the matrix for one row of the input: from two sums, their first halves or their second ones. */
+/* Extracts four rows of the matrix for one input row: the first or the second halves of two sums. */
 static inline __attribute__((always_inline)) float32x4_t four_products(
     int32x4_t low, int32x4_t high, const int is_second) {
     const int64x2_t a = vreinterpretq_s64_s32(low), b = vreinterpretq_s64_s32(high);
@@ -39,7 +39,7 @@ static inline __attribute__((always_inline)) float32x4_t four_products(
     return vsubq_f32(four, vdupq_n_f32(MAGIC));
 }
 
-/* `num` rows of the input from `row` on; an odd one is its own partner. The floats see what `stream_panels` does to them. */
+/* Multiplies `num` input rows from `row` on; an odd row is paired with itself. Float operations: see `stream_panels`. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const expanded *panel, const uint8_t *w, int kind, const quire_input *x, int row, float *y, size_t stride,
     int count, const int num) {
@@ -90,7 +90,7 @@ static void multiply_panel(
 
 static int is_supported(void) {
 #if defined(__linux__)
-    const unsigned long wanted = HWCAP_ASIMDDP | HWCAP_ASIMDHP, i8mm = 1UL << 13; /* HWCAP2_I8MM, if headers are old */
+    const unsigned long wanted = HWCAP_ASIMDDP | HWCAP_ASIMDHP, i8mm = 1UL << 13; /* HWCAP2_I8MM, not in old headers */
     return (getauxval(AT_HWCAP) & wanted) == wanted && (getauxval(AT_HWCAP2) & i8mm);
 #elif defined(__APPLE__)
     int has = 0;

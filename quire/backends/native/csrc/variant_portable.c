@@ -1,4 +1,4 @@
-/* Plain C, for any machine: the one that always works, and that the others are checked against. */
+/* Plain C for any machine. The other variants are checked against it. */
 #define QUIRE_PORTABLE
 #include "rows.h"
 #include "attention.h"

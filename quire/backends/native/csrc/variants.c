@@ -1,4 +1,4 @@
-/* Which variant of the hot loops runs: the best this machine can. */
+/* Chooses the best variant of the hot loops that this machine can run. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -42,8 +42,8 @@ static const quire_variant *const VARIANTS[] = { /* best first */
 };
 enum { NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
-/* A small problem with fixed random numbers, and a group of nothing but extremes. Scales are 1 or 1/2, so a float holds
-   every sum there is and the order of additions does not matter: the answer is right to the bit or wrong. */
+/* A small problem with fixed random numbers and one group of extreme values. Scales are 1 or 1/2, so a float holds
+   every sum exactly and the order of additions does not matter: a result is correct to the bit or wrong. */
 enum { CHECK_ROWS = 5, CHECK_GROUPS = 3, CHECK_REFINED = 2 };
 
 typedef struct {
@@ -83,15 +83,15 @@ static void fill_problem(small_problem *problem, int kind) {
     }
 }
 
-/* Whether a variant computes what the portable one does. Some were written on machines that cannot run them, and a
-   wrong product makes a model talk nonsense: so each is tried before it is chosen. */
+/* Returns whether a variant computes the same as the portable one. Some variants were written on machines that cannot
+   run them, and a wrong product makes a model's output useless, so each is tested before it is chosen. */
 int quire_check_variant(const quire_variant *variant) {
     small_problem problem = {.seed = 6};
     quire_input input = {
         .num_groups = CHECK_GROUPS, .num_refined = CHECK_REFINED, .q = problem.q,
         .scales = problem.scales, .sums = problem.sums, .rest = problem.rest, .rest_scales = problem.rest_scales,
         .refined = problem.refined};
-    for (int test = 0; test < 4; test++) { /* both kinds, all rows and one */
+    for (int test = 0; test < 4; test++) { /* both kinds; all rows and one row */
         const int kind = test % 2 ? QUIRE_Q8 : QUIRE_Q4;
         float scratch[CHECK_GROUPS * SCRATCH_FLOATS], computed[CHECK_ROWS * PANEL], right[CHECK_ROWS * PANEL];
         fill_problem(&problem, kind);

@@ -1,4 +1,4 @@
-/* Vectors of floats as wide as this variant's registers: the few operations that norms and attention are made of. */
+/* Vectors of floats as wide as this variant's registers, with the operations that norms and attention need. */
 #ifndef QUIRE_VECTORS_H
 #define QUIRE_VECTORS_H
 
@@ -13,12 +13,12 @@
 #include <immintrin.h>
 #endif
 
-#define MAGIC 12582912.0f /* 1.5 * 2^23: a small whole number added to it is in its lowest bits */
+#define MAGIC 12582912.0f /* 1.5 * 2^23: a small integer added to it is in its lowest bits */
 
 #if !defined(QUIRE_PORTABLE) && defined(__aarch64__)
 
 enum { LANES = 4 };
-#define HAS_HALF_ARITHMETIC 1 /* the variants that exist here need it */
+#define HAS_HALF_ARITHMETIC 1 /* all ARM variants require it */
 typedef float32x4_t vec;
 static inline vec load(const float *at) { return vld1q_f32(at); }
 static inline void store(float *at, vec x) { vst1q_f32(at, x); }
@@ -26,22 +26,22 @@ static inline vec fill(float x) { return vdupq_n_f32(x); }
 static inline vec add(vec a, vec b) { return vaddq_f32(a, b); }
 static inline vec sub(vec a, vec b) { return vsubq_f32(a, b); }
 static inline vec mul(vec a, vec b) { return vmulq_f32(a, b); }
-static inline vec reciprocal(vec a) { /* of what is at least 1: division takes several times as long */
+static inline vec reciprocal(vec a) { /* for a >= 1; a division takes several times as long */
     vec guess = vrecpeq_f32(a);
     guess = vmulq_f32(guess, vrecpsq_f32(a, guess));
     return vmulq_f32(guess, vrecpsq_f32(a, guess));
 }
 static inline vec mul_add(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }          /* a * b + c */
-static inline vec mul_add_one(vec a, float b, vec c) { return vfmaq_n_f32(c, a, b); } /* the same, b for all */
+static inline vec mul_add_one(vec a, float b, vec c) { return vfmaq_n_f32(c, a, b); } /* the same with a scalar b */
 static inline vec highest(vec a, vec b) { return vmaxq_f32(a, b); }
 static inline vec lowest(vec a, vec b) { return vminq_f32(a, b); }
 static inline vec size(vec a) { return vabsq_f32(a); }
 static inline vec load_halves(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
-static inline vec raise(vec y, vec shifted) { /* y * 2^n, where n + MAGIC is given */
+static inline vec raise(vec y, vec shifted) { /* y * 2^n, given n + MAGIC */
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(y), vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23)));
 }
-static inline void round_bytes(int8_t *at, const float *x, float factor) { /* 32 of |x * factor| <= 127, to the nearest */
-    for (int i = 0; i < 32; i += 16) { /* of n + MAGIC the lowest byte is n */
+static inline void round_bytes(int8_t *at, const float *x, float factor) { /* rounds 32 numbers, |x * factor| <= 127 */
+    for (int i = 0; i < 32; i += 16) { /* the lowest byte of n + MAGIC is n */
         int16x8_t words[2];
         for (int j = 0; j < 2; j++) {
             const float *from = x + i + 8 * j;
@@ -124,7 +124,7 @@ static inline void round_bytes(int8_t *at, const float *x, float factor) {
 #endif
 
 #if !defined(__aarch64__) || defined(QUIRE_PORTABLE)
-/* Over the lanes, always in the same order. */
+/* Sums the lanes, always in the same order. */
 static inline float total(vec x) {
     float lanes[LANES], sum = 0;
     store(lanes, x);
@@ -140,7 +140,7 @@ static inline float peak(vec x) {
 }
 #endif
 
-/* 2^x for |x| of at most 127, to about 3e-7 of its size. Pairs of terms, so that few wait for another. */
+/* 2^x for |x| <= 127, with a relative error of about 3e-7. Terms are added in pairs to shorten the chain. */
 static inline vec power_of_two(vec x) {
     const vec shifted = add(x, fill(MAGIC)), r = sub(x, sub(shifted, fill(MAGIC))), square = mul(r, r);
     const vec low = mul_add(r, fill(0.6931472f), fill(1.0f)), middle = mul_add(r, fill(0.05550357f), fill(0.24022107f));
@@ -148,9 +148,9 @@ static inline vec power_of_two(vec x) {
     return raise(mul_add(mul_add(high, square, middle), square, low), shifted);
 }
 
-/* e^x; e^-87 below -87: beside 1 that is nothing. */
+/* e^x, or e^-87 below -87, which is negligible beside 1. */
 static inline vec exponential(vec x) {
-    x = lowest(fill(88.0f), highest(fill(-87.0f), x)); /* x last: then what is no number stays so on x86, too */
+    x = lowest(fill(88.0f), highest(fill(-87.0f), x)); /* x is the last operand, so that NaN is kept on x86 too */
     return power_of_two(mul(x, fill(1.44269504f)));
 }
 

@@ -1,13 +1,13 @@
-/* Products of a panel on x86, for variants that differ in how bytes are multiplied. Before it, a variant defines TILE
-   (6 or 8) and
+/* Products of a panel on x86, for variants that differ in how bytes are multiplied. Before including it, a variant
+   defines TILE (6 or 8) and
 
-     start_products(at, kind)              what the sums of a group begin with, 8 lanes of 32 bits
-     dot_step(kind, sums, codes, inputs)   4 products for each of 8 rows: bytes of a step, and 4 inputs, repeated
-     finish_products(kind, sums)           the sums as 32-bit numbers
-     prepare_inputs(kind, q, count, out)   the inputs as dot_step wants them: q itself, or a changed copy in `out`
+     start_products(at, kind)              initial sums of a group, 8 lanes of 32 bits
+     dot_step(kind, sums, codes, inputs)   4 products for each of 8 rows: the bytes of a step, and 4 inputs, repeated
+     finish_products(kind, sums)           the sums as 32-bit integers
+     prepare_inputs(kind, q, count, out)   the inputs in the form for dot_step: q itself, or a changed copy in `out`
 
-   The sums are whole numbers and exact; the floats see the same operations whatever the number of rows in a tile. So a
-   row's bits do not depend on its company. */
+   The sums are exact integers. The float operations on a row are the same for any number of rows in a tile, so the bits
+   of its result do not depend on the other rows. */
 #include <cpuid.h>
 #include <immintrin.h>
 
@@ -32,7 +32,7 @@ static inline __m256i four_inputs(const int8_t *at) {
     return _mm256_set1_epi32(four);
 }
 
-/* The bytes of step `step` of the first half of a group, and of the same step of its second half. */
+/* Loads the bytes of step `step` of the first half of a group, and of the same step of its second half. */
 static inline __attribute__((always_inline)) void load_steps(
     const uint8_t *at, const int kind, int step, __m256i *low, __m256i *high) {
     const __m256i nibble = _mm256_set1_epi8(15);
@@ -45,7 +45,7 @@ static inline __attribute__((always_inline)) void load_steps(
     }
 }
 
-/* 32 products for each of 8 rows of a matrix and `num` rows of the input, whose bytes are `stride` apart. */
+/* Computes 32 products for each of 8 rows of a matrix and `num` input rows, whose bytes are `stride` apart. */
 static inline __attribute__((always_inline)) void dot_group(
     const uint8_t *at, const int kind, const int8_t *inputs, size_t stride, __m256i products[], const int num) {
     const __m256i start = start_products(at, kind);
@@ -77,7 +77,7 @@ static inline void write_outputs(vec out, float *y, int count) {
     memcpy(y, lanes, (size_t)count * sizeof *y);
 }
 
-/* The refined groups of one row of the input, after all others. */
+/* Adds the refined groups of one input row, after all others. */
 static inline __attribute__((always_inline)) vec refine(const panel_job *job, const int kind, int row, vec out) {
     const quire_input *x = job->x;
     const int size = panel_bytes(kind), tail = kind == QUIRE_Q8 ? 256 : 128, count = x->num_refined;
@@ -96,7 +96,7 @@ static __attribute__((noinline)) vec refine_row(const panel_job *job, int kind, 
     return kind == QUIRE_Q4 ? refine(job, QUIRE_Q4, row, out) : refine(job, QUIRE_Q8, row, out);
 }
 
-/* `num` rows of the input from `row` on share a panel's bytes, which come as they are packed. */
+/* `num` input rows from `row` on share a panel's bytes, read in packed form. */
 static inline __attribute__((always_inline)) void multiply_tile(
     const panel_job *job, const int kind, int row, const int num) {
     const quire_input *x = job->x;
@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void multiply_tile(
     for (int g = 0; g < groups; g++) {
         const uint8_t *at = job->w + (size_t)g * (size_t)size;
         __m256i products[TILE];
-        if (num == 1) __builtin_prefetch(at + 1024); /* across pages, where the processor does not look ahead */
+        if (num == 1) __builtin_prefetch(at + 1024); /* the hardware prefetcher stops at page boundaries */
         dot_group(at, kind, inputs + g * GROUP, row_bytes, products, num);
         const vec scale = eight_halves(at + tail);
         for (int m = 0; m < num; m++) out[m] = add_scaled(out[m], products[m], scale, scales[m * groups + g]);
@@ -124,7 +124,7 @@ static inline __attribute__((always_inline)) void multiply_tile(
     }
 }
 
-/* All rows, in tiles of about equal size. */
+/* Multiplies all rows, in tiles of about equal size. */
 static inline __attribute__((always_inline)) void multiply(const panel_job *job, const int kind) {
     const int num_rows = job->x->num_rows;
     for (int row = 0, tiles = ceil_div(num_rows, TILE), num; tiles > 0; row += num, tiles--) {
@@ -151,9 +151,9 @@ static void multiply_panel(
     else multiply(&job, QUIRE_Q8);
 }
 
-enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* which registers the operating system keeps for a program */
+enum { SAVES_AVX = 0x06, SAVES_AVX512 = 0xe6 }; /* registers that the operating system saves for a program */
 
-/* Whether this machine has all of these: bits of cpuid, and of what is saved. */
+/* Returns whether this machine has all of these cpuid bits, and the operating system saves these registers. */
 static int has_features(unsigned basic_c, unsigned extended_b, unsigned extended_c, unsigned saved) {
     unsigned a, b, c, d, low, high;
     basic_c |= bit_OSXSAVE;

@@ -1,1 +1,1 @@
-"""Triton kernels of the CUDA path. Only these and what compiles them import triton."""
+"""Triton kernels of the CUDA path. Only these modules and `kernel_compilation` import triton."""

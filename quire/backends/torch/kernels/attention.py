@@ -1,9 +1,9 @@
-"""Attention over the paged cache, driven by a list of work items (`quire.backends.torch.attention_work` writes it).
+"""Attention over the paged cache, driven by a list of work items from `quire.backends.torch.attention_work`.
 
-An item is some query rows, a range of keys and the block table to find them by. Prompts, decodes, chunks behind a
-cached prefix and the shared head of siblings are all items of one kind, so there is one kernel. A row whose keys lie in
-one item is written at once; where they are split over several, each writes a part and `merge` joins them. A program
-takes one item and one KV head: the block of that head is read once for all its query heads.
+An item consists of query rows, a range of keys and a block table. Prompts, decodes, chunks after a cached prefix and
+the shared prefix of siblings are all such items, so one kernel is enough. A row whose keys are in one item is written
+directly; if they are split over several items, each writes a part and `merge` joins the parts. A program processes one
+item and one KV head, so each block of that head is read once for all its query heads.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from torch import Tensor
 
 # T rows of the batch, H query heads, K kv heads, G = H / K, D head size, P parts
 
-ITEM_FIELDS = (
-    6  # first row, number of rows, batch index of the block table, first key, last key + 1, number of the part
-)
+ITEM_FIELDS = 6  # first row, number of rows, batch index of the block table, first key, last key + 1, index of the part
 LOG2E = 1.4426950408889634
 MERGED = 16  # parts merged at a time
 
 
 class Tiling(NamedTuple):
-    """How a program cuts its item. Measured in docs/performance.md."""
+    """How a program divides its item. Measured in docs/performance.md."""
 
     rows: int  # query rows times heads of the group: at least 16, for the matrix units
-    keys: int  # read at a time
+    keys: int  # per iteration
     num_warps: int
-    num_stages: int  # tiles of keys under way
+    num_stages: int  # tiles of keys being loaded
 
 
-NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # one token an item: decodes
-WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # many: prompts, and siblings on their shared head
-ROW_BYTES = 256  # of a key that these are for; larger ones would not fit the shared memory of smaller cards
+NARROW = Tiling(rows=16, keys=128, num_warps=4, num_stages=2)  # items of one token: decodes
+WIDE = Tiling(rows=128, keys=64, num_warps=4, num_stages=2)  # items of many: prompts, and shared prefixes of siblings
+ROW_BYTES = 256  # of a key that these suit; larger keys would not fit the shared memory of smaller cards
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
@@ -48,7 +46,7 @@ def _attend(
 ):  # fmt: skip
     item = items + tl.program_id(0) * 6
     num_rows = tl.load(item + 1)
-    if num_rows == 0:  # the list is shorter than the grid
+    if num_rows == 0:  # padding: the list is shorter than the grid
         return
     head = tl.program_id(1)
     row, batch_index, low, high, part = (
@@ -61,16 +59,16 @@ def _attend(
     position = tl.load(positions + rows, mask=is_row, other=-1)
     is_in = is_row[:, None] & (d < D)[None, :]
     queries = tl.load(q + rows[:, None] * stride_q + heads[:, None] * D + d[None, :], mask=is_in, other=0.0)  # [M, D]
-    if HAS_WINDOW:  # keys before the first row's window are nobody's
+    if HAS_WINDOW:  # no row sees keys before the first row's window
         first = tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1
         low = tl.maximum(low, first // N * N)
-    peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity less itself is not a number
+    peak = tl.full((M,), -1e30, tl.float32)  # finite: minus infinity minus itself is NaN
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PAD), tl.float32)
     for start in range(low, high, N):
         keys_at = start + n
         is_key = keys_at < high
-        # Beyond the range the null block is read. What a row may not see counts for nothing, but must be a number.
+        # Beyond the range the null block is read. Masked values have no weight, but must be finite.
         block = tl.load(tables + batch_index * stride_table + keys_at // BLOCK, mask=is_key, other=0).to(tl.int64)
         place = ((block * 2 * K + head) * BLOCK + keys_at % BLOCK) * D  # [N]
         if D == D_PAD:
@@ -93,7 +91,7 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         peak = higher
-    total = tl.where(total == 0.0, 1.0, total)  # no key was seen: the peak says so to `merge`
+    total = tl.where(total == 0.0, 1.0, total)  # no key was seen: `merge` recognises that by the peak
     mixed = mixed / total[:, None]
     first_part = tl.load(first_parts + rows, mask=is_row, other=0)
     is_whole = tl.load(first_parts + rows + 1, mask=is_row, other=0) - first_part == 0
@@ -143,10 +141,10 @@ def _merge(
 
 
 class Parts(NamedTuple):
-    """Where split rows wait to be merged. One for all layers: they run one after the other."""
+    """Buffers for the parts of split rows. Shared by all layers, which run in sequence."""
 
     mixed: Tensor  # [P, H, D] fp32
-    lse: Tensor  # [P, H] fp32: the logarithm, base two, of what the softmax of the part sums to
+    lse: Tensor  # [P, H] fp32: base-two logarithm of the part's softmax sum
 
     @classmethod
     def empty(cls, num_parts: int, num_heads: int, head_size: int, device: torch.device) -> Parts:
@@ -154,13 +152,13 @@ class Parts(NamedTuple):
         return cls(mixed, torch.empty(num_parts, num_heads, dtype=torch.float32, device=device))
 
 
-@cache  # Triton's own takes microseconds, and a step asks for every layer
+@cache  # Triton's own function takes microseconds, and every layer of a step calls it
 def _power(size: int) -> int:
     return int(triton.next_power_of_2(size))
 
 
 def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
-    """NARROW and WIDE, or smaller ones, for keys of this size."""
+    """Return NARROW and WIDE, or smaller tilings, for keys of this size."""
     row_bytes = _power(head_size) * itemsize
     if row_bytes <= ROW_BYTES:
         return NARROW, WIDE
@@ -170,7 +168,7 @@ def tilings(head_size: int, itemsize: int) -> tuple[Tiling, Tiling]:
 
 
 def rows_per_item(tiling: Tiling, num_groups: int) -> int:
-    """How many tokens an item of this tiling may hold."""
+    """Return how many tokens an item of this tiling may hold."""
     return max(tiling.rows // num_groups, 1)
 
 
@@ -179,8 +177,8 @@ def attend(
     layer: Tensor,  # [blocks, 2, K, block size, D]
     tables: Tensor,  # [batch_indices, most blocks] int32
     positions: Tensor,  # [T] int32
-    items: Tensor,  # [items, ITEM_FIELDS] int32; those of no rows are skipped
-    first_parts: Tensor,  # [T + 1] int32; a row without parts is written to `out` at once
+    items: Tensor,  # [items, ITEM_FIELDS] int32; items without rows are skipped
+    first_parts: Tensor,  # [T + 1] int32; a row without parts is written directly to `out`
     parts: Parts,
     out: Tensor,  # [T, H, D]
     *,
@@ -203,7 +201,7 @@ def attend(
 
 
 def merge(parts: Parts, first_parts: Tensor, out: Tensor, num_kv_heads: int) -> None:
-    """Join the parts of every row of out [T, H, D] that has some."""
+    """Join the parts of every row of out [T, H, D] that has parts."""
     num_rows, num_heads, head_size = out.shape
     num_groups = num_heads // num_kv_heads
     _merge[(num_rows, num_kv_heads)](

@@ -1,4 +1,4 @@
-"""Upkeep of the cache between steps: copies of blocks, for forks, and new entries of block tables."""
+"""Cache maintenance between steps: block copies for forks, and new block table entries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 # N copies or entries, K kv heads, D head size
 
-COPIED = 4096  # elements a program of `copy_blocks` takes: 64 bytes a thread
-ENTRIES = 128  # a program of `update_tables` takes
+COPIED = 4096  # elements per program of `copy_blocks`: 64 bytes per thread
+ENTRIES = 128  # per program of `update_tables`
 
 
-# Takes the number of blocks, not the stride of a layer: the stride exceeds 32 bits in a large pool, and Triton compiles
-# another kernel for a 64-bit argument, in the first step that copies.
+# Takes the number of blocks instead of the stride of a layer: the stride exceeds 32 bits in a large pool, and Triton
+# would compile another kernel for a 64-bit argument, in the first step that copies.
 @triton.jit(do_not_specialize=["sources", "destinations", "num_blocks"])
 def _copy_blocks(pool, sources, destinations, num_blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def _update_tables(tables, places, blocks, num_entries, BLOCK: tl.constexpr):
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy blocks `sources` [N] to `destinations` [N] in all layers of pool [layers, blocks, 2, K, block size, D].
 
-    No block is both: copies run in no order.
+    No block is both source and destination: the order of the copies is undefined.
     """
     num_layers, num_blocks = pool.shape[:2]
     size = pool.stride(1)
@@ -46,7 +46,7 @@ def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def update_tables(tables: Tensor, places: Tensor, blocks: Tensor) -> None:
-    """Write `blocks` [N] at `places` [N], over the rows of tables [max_num_seqs, most blocks]. Places differ."""
+    """Write `blocks` [N] at `places` [N] of the flattened tables [max_num_seqs, most blocks]. Places are distinct."""
     num_entries = places.shape[0]
     _update_tables[(-(-num_entries // ENTRIES),)](
         tables, places, blocks, num_entries, BLOCK=ENTRIES, num_warps=4

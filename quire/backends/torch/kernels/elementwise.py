@@ -1,6 +1,6 @@
-"""What stands between the matrix products: embedding, norms and the gate of the MLP.
+"""Kernels between the matrix products: embedding, norms and the gate of the MLP.
 
-All are bound by memory, so each reads its tensors once and does the rest in fp32 registers. All tensors are contiguous.
+All are limited by memory, so each reads its tensors once and computes in fp32 registers. All tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.weights.spec import Activation
 
 # T rows of the batch, E hidden size, F width of the MLP, V vocabulary
 
-GATED_BLOCK = 1024  # elements a program of `gated` takes: 16 bytes a thread of four warps
+GATED_BLOCK = 1024  # elements per program of `gated`: 16 bytes per thread of four warps
 
 
 @triton.jit(do_not_specialize=["tokens", "batch_indices", "last_samples"])
@@ -37,15 +37,15 @@ def _norm(x, residual, weight, out, eps, stride_part, E: tl.constexpr, BLOCK: tl
     column = tl.arange(0, BLOCK)
     is_in = column < E
     place = tl.program_id(0).to(tl.int64) * E + column
-    scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # early: it need not wait for the sum
+    scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)  # loaded early, in parallel with the sum
     value = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32)
-    if PARTS > 1:  # of a product that was split; rounded, as it would be in one
+    if PARTS > 1:  # of a split product; rounded as the whole product would be
         for part in range(1, PARTS):
             value += tl.load(x + part * stride_part + place, mask=is_in, other=0.0)
         value = value.to(out.dtype.element_ty).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + place, mask=is_in, other=0.0).to(tl.float32)
-        rounded = value.to(out.dtype.element_ty)  # the norm is of what the next layers will read
+        rounded = value.to(out.dtype.element_ty)  # the norm uses the rounded value that the next layers read
         tl.store(residual + place, rounded, mask=is_in)
         value = rounded.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / E + eps)
@@ -62,20 +62,20 @@ def _gated(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.const
     gate = tl.load(gate_up + row * 2 * F + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + column, mask=is_in, other=0.0).to(tl.float32)
     inner = gate
-    if not IS_SILU:  # gelu by tanh: (1 + tanh(a)) / 2 is the sigmoid of 2a; 1.5957... is 2 * sqrt(2 / pi)
+    if not IS_SILU:  # gelu with tanh: (1 + tanh(a)) / 2 is the sigmoid of 2a; 1.5957... is 2 * sqrt(2 / pi)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     tl.store(out + row * F + column, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=is_in)
 
 
-@cache  # Triton's helpers take microseconds of the host, and a step calls this for every layer
+@cache  # Triton's helpers take microseconds of host time, and every layer of a step calls this
 def _row_shape(size: int) -> tuple[int, int]:
-    """Of a program that takes a whole row: its width, padded, and its warps: at most 16 elements a thread."""
+    """Return the padded width and the warps of a program that processes a row: at most 16 elements per thread."""
     width = triton.next_power_of_2(size)
     return width, min(max(width // 512, 4), 16)
 
 
 def embed(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor, embedding: Tensor, scale: float) -> Tensor:
-    """Rows [T, E] of the embedding [V, E], times `scale`. A token of -1 is the last sample of its batch index."""
+    """Return rows [T, E] of the embedding [V, E], times `scale`. Token -1 is the last sample of the batch index."""
     num_rows, size = tokens.shape[0], embedding.shape[1]
     out = embedding.new_empty((num_rows, size))
     width, num_warps = _row_shape(size)
@@ -86,21 +86,21 @@ def embed(tokens: Tensor, batch_indices: Tensor, last_samples: Tensor, embedding
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMS norm, in `dtype`, of the rows of x [T, E] in `dtype`, or of the sum of its parts [parts, T, E] fp32."""
+    """Return the RMS norm of the rows of x [T, E] in `dtype`, or of the sum of its fp32 parts [parts, T, E]."""
     return _normed(x, None, weight, eps, dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum itself, which is written over `residual`. No residual: the sum is x.
+    """Return the norm of x + residual, and the sum, which overwrites `residual`. Without a residual the sum is x.
 
-    x [T, E], or with a residual fp32 parts of it [parts, T, E].
+    x is [T, E], or, with a residual, fp32 parts [parts, T, E].
     """
     total = x if residual is None else residual
     return _normed(x, residual, weight, eps, total.dtype), total
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`weight` [E] is fp32, whatever the model runs in."""
+    """`weight` [E] is fp32, whatever the model's dtype."""
     num_rows, size = x.shape[-2:]
     num_parts = len(x) if x.dim() == 3 else 1
     out = x.new_empty((num_rows, size), dtype=dtype)
@@ -112,7 +112,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtyp
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up [T, F], of both side by side in one tensor [T, 2F]."""
+    """Return activation(gate) * up [T, F], given both side by side in one tensor [T, 2F]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
     _gated[(num_rows * -(-size // GATED_BLOCK),)](

@@ -1,10 +1,10 @@
-"""Matrix products of few rows: decodes, which are nothing but reading the weights.
+"""Matrix products of few rows: decodes, whose time is the time to read the weights.
 
 For a single row the library's kernel reads a small matrix at a third of the memory's speed, because it is made for
-tiles: `_row_product` takes a few rows of the matrix and reads them whole, many loads under way at once. For a few more
-rows and a small matrix there are too few tiles to fill the card: `_tile_product` cuts the sum as well, into parts that
-the norm which follows adds up, in their order. Both take the two halves of a gated MLP in one program, so that the gate
-needs no launch of its own. Large matrices and many rows are the library's.
+tiles. `_row_product` reads a few whole rows of the matrix per program, with many loads in flight. For a few more rows
+and a small matrix there are too few tiles to fill the card: `_tile_product` also splits the sum, into parts that the
+following norm adds up in order. Both compute the two halves of a gated MLP in one program, so that the gate needs no
+launch. Large matrices and many rows use the library.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from quire.weights.spec import Activation
 # I inputs, O outputs, F = O / 2 outputs of a gated product
 
 
-MAX_ROWS = 64  # of a product that is not the library's
+MAX_ROWS = 64  # of a product that does not use the library
 MAX_WEIGHTS = 8 << 20  # larger matrices fill the card with the library's tiles
-THIN = 2048  # outputs: fewer are too few tiles
+THIN = 2048  # outputs: fewer give too few tiles
 PARTS = 4
 
 
 class Strip(NamedTuple):
-    """What a program reads at a time."""
+    """The part of the matrix that a program reads at a time."""
 
     outputs: int
     inputs: int
@@ -39,7 +39,7 @@ class Strip(NamedTuple):
 @triton.jit
 def _activated(gate, IS_SILU: tl.constexpr):
     inner = gate
-    if not IS_SILU:  # gelu by tanh, see elementwise.py
+    if not IS_SILU:  # gelu with tanh, see elementwise.py
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate * tl.sigmoid(inner)
 
@@ -51,7 +51,7 @@ def _row_product(
     IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
     o = tl.arange(0, OUTPUTS)
-    if IS_GATED:  # a gate and its up side by side
+    if IS_GATED:  # each gate next to its up
         row = tl.program_id(0) * (OUTPUTS // 2) + o // 2
         is_in = row < OUT // 2
         row += (o % 2) * (OUT // 2)
@@ -74,7 +74,7 @@ def _row_product(
         y += tl.load(bias + row, mask=is_in, other=0.0).to(tl.float32)
     if IS_GATED:
         dtype: tl.constexpr = out.dtype.element_ty
-        gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as if stored
+        gate, up = tl.split(tl.reshape(y.to(dtype).to(tl.float32), (OUTPUTS // 2, 2)))  # rounded as when stored
         column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
         tl.store(out + column, (_activated(gate, IS_SILU) * up).to(dtype), mask=column < OUT // 2)
     else:
@@ -87,17 +87,17 @@ def _tile_product(
     IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SPAN: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    # Programs of one strip of the matrix are neighbours: it comes from memory once.
+    # Programs of one strip of the matrix are adjacent, so the strip is read from memory once.
     num_tiles = tl.cdiv(num_rows, ROWS)
     tile, strip, part = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, tl.program_id(1)
     t = tile * ROWS + tl.arange(0, ROWS)
     o = tl.arange(0, OUTPUTS)
-    if IS_GATED:  # a gate and its up side by side
+    if IS_GATED:  # each gate next to its up
         row = (strip * (OUTPUTS // 2) + o // 2) % (OUT // 2) + (o % 2) * (OUT // 2)
     else:
         row = (strip * OUTPUTS + o) % OUT
     i = part * SPAN + tl.arange(0, INPUTS)
-    # Rows past the end are others again, whose results are not stored: loads without a mask are wide.
+    # Rows past the end wrap around and are not stored: loads without a mask are wide.
     x_at = x + (t % num_rows)[:, None] * IN + i[None, :]
     w_at = weight + row[:, None].to(tl.int64) * IN + i[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -110,7 +110,7 @@ def _tile_product(
             total += tl.load(bias + row).to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     if IS_GATED:
-        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as if stored
+        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))  # as when stored
         column = strip * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
         is_in = (t < num_rows)[:, None] & (column < OUT // 2)[None, :]
         value = (_activated(gate, IS_SILU) * up).to(dtype)
@@ -123,14 +123,14 @@ def _tile_product(
 
 @cache
 def _strip(num_outputs: int, num_inputs: int) -> Strip:
-    """Measured (docs/performance.md): enough programs to fill the card, and no more than that needs."""
+    """Return the strip with just enough programs to fill the card. Measured in docs/performance.md."""
     if num_outputs > 4096 or num_inputs <= 1024:
         return Strip(outputs=4, inputs=512, num_warps=2)
     return Strip(outputs=4 if num_outputs > 2048 else 2, inputs=1024, num_warps=4)
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, I] times weight [O, I] transposed: [1, O]."""
+    """Multiply x [1, I] by weight [O, I] transposed: [1, O]."""
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((1, num_outputs))
     strip = _strip(num_outputs, num_inputs)
@@ -142,7 +142,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """activation(gate) * up [1, F] of the product with weight [2F, I], gates first."""
+    """Return activation(gate) * up [1, F] of the product with weight [2F, I], gates first."""
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((1, num_outputs // 2))
     strip = _strip(num_outputs, num_inputs)
@@ -156,27 +156,27 @@ def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation
 
 
 def is_small(num_rows: int, weight: Tensor) -> bool:
-    """Whether `tile_product` is for this one. It wants whole tiles along the inputs."""
+    """Return whether `tile_product` suits this product. It needs whole tiles along the inputs."""
     num_outputs, num_inputs = weight.shape
     return 1 < num_rows <= MAX_ROWS and num_outputs * num_inputs <= MAX_WEIGHTS and num_inputs % (PARTS * 128) == 0
 
 
 def tile_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, I] times weight [O, I] transposed: [T, O]."""
+    """Multiply x [T, I] by weight [O, I] transposed: [T, O]."""
     out = x.new_empty((len(x), len(weight)))
     _launch_tiles(x, weight, bias, out, num_parts=1, outputs=32)
     return out
 
 
 def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same as a sum of fp32 parts [PARTS, T, O], for a matrix of few outputs."""
+    """The same as fp32 partial sums [PARTS, T, O], for a matrix of few outputs."""
     out = x.new_empty((PARTS, len(x), len(weight)), dtype=torch.float32)
     _launch_tiles(x, weight, bias, out, num_parts=PARTS, outputs=32)
     return out
 
 
 def gated_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
+    """Return activation(gate) * up [T, F] of the product with weight [2F, I], gates first."""
     out = x.new_empty((len(x), len(weight) // 2))
     _launch_tiles(x, weight, bias, out, num_parts=1, outputs=64, activation=activation)
     return out

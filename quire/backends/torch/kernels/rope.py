@@ -1,8 +1,8 @@
-"""From the qkv matrix to attention in one launch: norms of the heads, rotation, keys and values into their blocks.
+"""From qkv to attention in one launch: norms of the heads, rotation, and storing keys and values in their blocks.
 
-The heads of a row lie side by side: queries, keys, values. A block of the cache holds the keys of all heads, then the
-values. So head H + i of a row is head i of a block, key or value, and a program takes a few heads of any kind: values
-meet a norm of 1 and an angle of 0. All tensors are contiguous.
+The heads of a row are side by side: queries, keys, values. A block of the cache holds the keys of all heads, then the
+values. Head H + i of a row is therefore head i of a block, key or value, and a program processes a few heads of any
+kind: for values the norm is 1 and the angle 0. All tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 # T rows of the batch, H query heads, K kv heads, D head size, R rotated dimensions of a head, P positions
 
-ELEMENTS = 1024  # a program takes, in whole heads: 16 bytes a thread of each half, with the warps below
+ELEMENTS = 1024  # per program, in whole heads: 16 bytes per thread of each half, with the warps below
 NUM_WARPS = 2
 
 
 @triton.jit
 def _weight(q_norm, k_norm, dim, is_query, is_key):
-    # Not one load from a chosen address: the compiler would not know it for aligned, and load element by element.
+    # Two loads instead of one from a computed address, which the compiler would not recognise as aligned.
     return tl.where(is_query, tl.load(q_norm + dim, mask=is_query), tl.load(k_norm + dim, mask=is_key))
 
 
@@ -42,7 +42,7 @@ def _rope_store(
     dtype: tl.constexpr = q.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     batch_index = tl.load(batch_indices + row)
-    is_real = batch_index >= 0  # else a padding row: it reads position 0 and leaves the cache alone
+    is_real = batch_index >= 0  # else a padding row: it reads position 0 and does not write to the cache
     position = tl.where(is_real, tl.load(positions + row), 0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     is_query, is_key = head < H, (head >= H) & (head < H + K)
@@ -51,7 +51,7 @@ def _rope_store(
     rest = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
     in_pair, in_rest = is_head & (pair < HALF), is_head & (rest < D)
 
-    # All loads come before the first sum, so that they are under way together.
+    # All loads come before the first sum, so that they overlap.
     source = qkv + (row * (H + 2 * K) + head) * D
     x1 = tl.load(source + pair, mask=in_pair, other=0.0).to(tl.float32)  # [HEADS, R / 2]
     x2 = tl.load(source + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
@@ -84,17 +84,17 @@ def _rope_store(
 
 
 class Tiling(NamedTuple):
-    """How the heads of a row are cut. Widths are powers of two."""
+    """How the heads of a row are divided. Widths are powers of two."""
 
     num_programs: int
-    heads: int  # of a program
-    half: int  # of the rotated dimensions
-    rest: int  # of those that are not
+    heads: int  # per program
+    half: int  # half of the rotated dimensions
+    rest: int  # dimensions that are not rotated
 
 
 @cache
 def _tiling(num_heads: int, head_size: int, half: int) -> Tiling:
-    """Kept, because Triton's helpers take microseconds of the host and a step calls them for every layer."""
+    """Cached, because Triton's helpers take microseconds of host time and every layer of a step calls them."""
     heads = max(ELEMENTS // triton.next_power_of_2(head_size), 1)
     rest = max(head_size - 2 * half, 1)
     return Tiling(triton.cdiv(num_heads, heads), heads, triton.next_power_of_2(half), triton.next_power_of_2(rest))
@@ -113,9 +113,9 @@ def rope_store(
     k_norm: Tensor | None,  # [D] fp32
     eps: float,
     *,
-    rounds_first: bool = False,  # to the type of qkv, before the weight of a norm as well as after it
+    rounds_first: bool = False,  # round to the type of qkv before the weight of a norm as well as after it
 ) -> Tensor:
-    """The queries [T, H, D], normed and rotated. So are the keys, which go with the values to the blocks of `layer`."""
+    """Return the queries [T, H, D], normed and rotated. Keys are too, and are stored with the values in `layer`."""
     num_rows = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_size = layer.shape
     half = cosines.shape[1]

@@ -1,9 +1,9 @@
-"""From logits to tokens on the device: the definition of `quire.backends.torch.sampling`, in a few launches.
+"""Sampling on the device: the definition of `quire.backends.torch.sampling`, in a few launches.
 
-The vocabulary is cut into chunks. `_measure` finds for each chunk its largest logit and the sum of its weights; `_pick`
-finds the chunk in which the draw falls and reads that one again: two launches, and the logits are read once. Rows that
-ask for min-p, top-k or top-p cost two launches more: `_find_floors` finds the logit below which tokens are cut off, and
-`_weigh` sums what is left. A row's sums are taken in an order that depends on nothing but the size of the vocabulary.
+The vocabulary is divided into chunks. `_measure` computes each chunk's largest logit and the sum of its weights.
+`_pick` finds the chunk that contains the draw and reads only that chunk again: two launches, and the logits are read
+once. Rows with min-p, top-k or top-p cost two more launches: `_find_floors` finds the logit below which tokens are
+dropped, and `_weigh` sums the rest. The order of a row's sums depends only on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 # S rows that sample, R of them whose logits are changed first, V vocabulary, C chunks of it
 
 NUM_PARAMS = 5  # columns of the settings: temperature (0: greedy), min-p (0: no), top-k (0: all), top-p (1: all), draw
-CHUNK = 2048  # so that one row has enough programs, and the largest logits of the chunks say much about top-k
-TILE = 8192  # of a row, read at a time by the one program that searches it
-ENTRIES = 256  # a program of `count` or `edit` takes
-BROKEN = tl.constexpr(1)  # flag of a row: its logits are not numbers
-BLOCKED = tl.constexpr(2)  # every token of it is forbidden
-PROMPT = tl.constexpr(1 << 30)  # in a count: the token is in the prompt. Below it: how often it is in the answer
+CHUNK = 2048  # small enough that one row has enough programs, and that the chunks' maxima narrow down top-k
+TILE = 8192  # elements of a row that the one searching program reads at a time
+ENTRIES = 256  # per program of `count` or `edit`
+BROKEN = tl.constexpr(1)  # flag of a row: its logits are not finite
+BLOCKED = tl.constexpr(2)  # flag of a row: every token is forbidden
+PROMPT = tl.constexpr(1 << 30)  # bit of a count: the token is in the prompt. Lower bits: occurrences in the answer
 
 
 class Scratch(NamedTuple):
-    """What the kernels tell each other, for the rows of one launch."""
+    """Buffers between the kernels, for the rows of one launch."""
 
-    peaks: Tensor  # [S, C] fp32: the largest logit of a chunk; infinite where one is not a number
-    bests: Tensor  # [S, C] int32: the first token that has it
-    sums: Tensor  # [S, C] fp32: weights of the chunk's tokens, its own peak weighing 1
-    floors: Tensor  # [S] fp32: tokens below it are cut off
-    candidates: Tensor  # [S, TILE] fp32: the logits among which the floor is
+    peaks: Tensor  # [S, C] fp32: largest logit of a chunk; infinite if one is NaN
+    bests: Tensor  # [S, C] int32: the first token with that logit
+    sums: Tensor  # [S, C] fp32: weights of the chunk's tokens, relative to its own peak
+    floors: Tensor  # [S] fp32: tokens below it are dropped
+    candidates: Tensor  # [S, TILE] fp32: logits that may be the floor
 
     @staticmethod
     def empty(max_num_seqs: int, vocab_size: int, device: torch.device) -> Scratch:
@@ -49,7 +49,7 @@ class Scratch(NamedTuple):
 
 @triton.jit
 def _weights(x, peak, scale):
-    # A forbidden token weighs nothing, also where all of them are: the difference would not be a number there.
+    # A forbidden token has weight 0, also if all are forbidden: the difference of two infinities would be NaN.
     return tl.exp((x - tl.where(tl.abs(peak) < float("inf"), peak, 0.0)) * scale)
 
 
@@ -61,7 +61,7 @@ def _scale(temperature):
 @triton.jit
 def _load(row, column, vocab_size):
     x = tl.load(row + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.where(x != x, float("inf"), x)  # so that no comparison fails quietly: an infinite peak is broken anyway
+    return tl.where(x != x, float("inf"), x)  # so that comparisons work: an infinite peak is reported as broken
 
 
 @triton.jit(do_not_specialize=["rows", "settings"])
@@ -72,7 +72,7 @@ def _measure(
     chunk, place = tl.program_id(0), tl.program_id(1)
     x = _load(logits + place.to(tl.int64) * stride, chunk * CHUNK + tl.arange(0, CHUNK), vocab_size)
     scale = _scale(tl.load(settings + tl.load(rows + place) * NUM_PARAMS))
-    peak, best = tl.max(x, 0, return_indices=True)  # the first of equal ones
+    peak, best = tl.max(x, 0, return_indices=True)  # the first of equal values
     entry = place * num_chunks + chunk
     tl.store(peaks + entry, peak)
     tl.store(bests + entry, chunk * CHUNK + best)
@@ -123,7 +123,7 @@ def _pick(
     if (temperature > 0.0) & is_finite:
         mass = (chunk_sum * _weights(chunk_peak, peak, scale)).to(tl.float64)  # [C]
         target = draw * tl.sum(mass, 0)
-        # Where rounding lets nothing pass the target, the last that weighs anything is meant: here and below.
+        # If rounding keeps every sum below the target, the last chunk with any weight is chosen, here and below.
         last = tl.max(tl.where(mass > 0.0, chunk, 0), 0)
         passes = tl.cumsum(mass, 0) > target
         chosen = tl.minimum(tl.min(tl.where(passes, chunk, C_PAD), 0), last)
@@ -139,7 +139,7 @@ def _pick(
         token = tl.load(bests + place * num_chunks + chosen)
 
     if IS_CHANGED:
-        flag = tl.load(out + out_stride + row)  # of the model's own logits
+        flag = tl.load(out + out_stride + row)  # set from the model's own logits
         flag = tl.where((flag == BROKEN) | is_finite, flag, BLOCKED)
     else:
         flag = tl.where(is_finite, 0, BROKEN)
@@ -150,7 +150,7 @@ def _pick(
 
 @triton.jit
 def _to_key(x, SHIFT: tl.constexpr):
-    """A whole number that orders as the float does. With SHIFT = 16 it counts the numbers of bfloat16."""
+    """Map a float to an integer with the same order. With SHIFT = 16 the integers enumerate bfloat16."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -158,16 +158,17 @@ def _to_key(x, SHIFT: tl.constexpr):
 @triton.jit
 def _from_key(key, SHIFT: tl.constexpr):
     bits = key << SHIFT
-    bits = tl.where(bits < 0, bits | ((1 << SHIFT) - 1), bits)  # so that minus infinity comes back as itself
+    bits = tl.where(bits < 0, bits | ((1 << SHIFT) - 1), bits)  # maps minus infinity to itself
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _search(logits, length, low, peak, goal, scale, IS_MASS: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """The largest float x, `low` or above, such that the logits >= x reach the goal in number or weight.
+    """Return the largest float x, `low` or above, such that the logits >= x reach the goal in number or weight.
 
-    The range between a float that reaches it and one that does not is cut in four by three sums over the logits, until
-    it is one float. Rounding cannot mislead the search: a sum of fewer weights in the same order is never larger.
+    The range between a float that reaches the goal and one that does not is divided in four by three sums over the
+    logits, until it is one float. Rounding cannot mislead the search: a sum of fewer weights in the same order is never
+    larger.
     """
     reaches = _to_key(low, SHIFT).to(tl.int64)
     fails = _to_key(peak, SHIFT).to(tl.int64) + 1
@@ -196,7 +197,7 @@ def _search(logits, length, low, peak, goal, scale, IS_MASS: tl.constexpr, SHIFT
 def _raise_floor(
     logits, length, floor, low, bound, peak, total, top_k, top_p, scale, SHIFT: tl.constexpr, TILE: tl.constexpr
 ):
-    """The floor after top-k and then top-p, which is not under `low` or `bound`. `total`: the weight of all tokens."""
+    """Return the floor after top-k and then top-p, at least `low` and `bound`. `total`: the weight of all tokens."""
     if top_k > 0.0:
         floor = tl.maximum(floor, _search(logits, length, low, peak, top_k, scale, False, SHIFT, TILE))
     if top_p < 1.0:
@@ -213,7 +214,7 @@ def _raise_floor(
 
 @triton.jit
 def _gather(logits, length, low, out, ROOM: tl.constexpr, TILE: tl.constexpr):
-    """Write the logits >= low to `out`, in order, and return how many there are; more than ROOM: too many."""
+    """Write the logits >= low to `out` in order and return their number; more than ROOM means too many."""
     num_found, start = 0, 0
     while (start < length) & (num_found <= ROOM):
         x = _load(logits, start + tl.arange(0, TILE), length)
@@ -222,13 +223,13 @@ def _gather(logits, length, low, out, ROOM: tl.constexpr, TILE: tl.constexpr):
         tl.store(out + place, x, mask=(is_found > 0) & (place < ROOM))
         num_found += tl.sum(is_found, 0)
         start += TILE
-    tl.debug_barrier()  # what one thread wrote, others will read
+    tl.debug_barrier()  # other threads read what one thread wrote
     return num_found
 
 
 @triton.jit
 def _kth_peak(chunk_peak, k):
-    """The k-th largest of the chunks' peaks: at least k logits are as large."""
+    """Return the k-th largest of the chunks' peaks: at least k logits reach it."""
     rank = tl.sum((chunk_peak[None, :] > chunk_peak[:, None]).to(tl.int32), 1)
     return tl.min(tl.where(rank < k, chunk_peak, float("inf")), 0)
 
@@ -250,16 +251,16 @@ def _find_floors(
     chunk_peak = tl.load(peaks + entry, mask=chunk < num_chunks, other=float("-inf"))
     chunk_sum = tl.load(sums + entry, mask=chunk < num_chunks, other=0.0)
     peak = tl.max(chunk_peak, 0)
-    if tl.abs(peak) == float("inf"):  # broken or blocked: nothing to search for
+    if tl.abs(peak) == float("inf"):  # broken or blocked: no search
         return
     scale = _scale(temperature)
     floor = tl.where(min_p > 0.0, peak + tl.log(tl.where(min_p > 0.0, min_p, 1.0)) * temperature, float("-inf"))
     if (top_k > 0.0) | (top_p < 1.0):
         total = tl.sum(chunk_sum * _weights(chunk_peak, peak, scale), 0)
-        # All below this together weigh less than top-p may cut off: the peak alone weighs 1.
+        # All logits below this have less weight together than top-p may drop: the peak alone has weight 1.
         rest = tl.where(top_p < 1.0, 1.0 - top_p, 1.0)
         bound = peak - (tl.log(vocab_size / rest) + 1.0) * temperature
-        # Mostly a few logits decide: they are copied and searched in place of the whole row.
+        # Usually a few logits decide: they are copied and searched instead of the whole row.
         kth_peak = tl.where(top_k <= num_chunks, _kth_peak(chunk_peak, top_k), float("-inf"))
         low = tl.maximum(floor, tl.where(top_k > 0.0, kth_peak, tl.where(min_p > 0.0, floor, bound)))
         row = logits + place.to(tl.int64) * stride
@@ -288,9 +289,9 @@ def _change(
         repetition, frequency = tl.load(penalties + place * 3), tl.load(penalties + place * 3 + 1)
         presence = tl.load(penalties + place * 3 + 2)
         count = tl.load(counts + batch_index * vocab_size + column, mask=is_in, other=0)
-        said = (count & (PROMPT - 1)).to(tl.float32)
+        num_answered = (count & (PROMPT - 1)).to(tl.float32)
         repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
-        x = tl.where(count != 0, repeated, x) - frequency * said - tl.where(said > 0.0, presence, 0.0)
+        x = tl.where(count != 0, repeated, x) - frequency * num_answered - tl.where(num_answered > 0.0, presence, 0.0)
     mask = tl.load(masked + place).to(tl.int64)
     if mask >= 0:
         byte = tl.load(masks + mask * mask_bytes + column // 8, mask=is_in, other=0).to(tl.int32)
@@ -325,11 +326,11 @@ def choose(
     logits: Tensor, rows: Tensor, settings: Tensor, batch_indices: Tensor, last_samples: Tensor, out: Tensor,
     scratch: Scratch, *, has_floor: bool, is_changed: bool,
 ) -> None:  # fmt: skip
-    """One token for each row of logits [N, V], which stand for `rows` [N] int32 of S.
+    """Choose one token for each row of logits [N, V], which belong to `rows` [N] int32 of S.
 
     settings [S, NUM_PARAMS] fp32, batch_indices [S] int32. Tokens go to out[0, row] and last_samples[batch_index],
     flags to out[1, row].
-    `is_changed`: these are not the model's own logits, which have been here before and left their flag.
+    `is_changed`: these are not the model's own logits, which were processed before and set the flag.
     """
     num_rows, vocab_size = logits.shape
     stride, num_chunks = logits.stride(0), scratch.peaks.shape[1]
@@ -359,11 +360,11 @@ def choose(
 def change(
     logits: Tensor, rows: Tensor, counts: Tensor, counted: Tensor, penalties: Tensor, masks: Tensor, masked: Tensor
 ) -> Tensor:
-    """The logits of some rows [R] int32 in fp32 [R, V], with penalties, and forbidden tokens at minus infinity.
+    """Return the logits of some rows [R] int32 in fp32 [R, V], with penalties; forbidden tokens are minus infinity.
 
-    counted [R] int32: the row of counts [batch_indices, V] int32 that belongs to each, -1 for one without penalties.
+    counted [R] int32: the row of counts [batch_indices, V] int32 that belongs to each, -1 without penalties.
     penalties [R, 3] fp32: repetition, frequency, presence. masked [R] int32: its row of masks, or -1.
-    masks [N, bytes] uint8: one bit a token, lowest first, 1 where it is allowed.
+    masks [N, bytes] uint8: one bit per token, lowest bit first, 1 if it is allowed.
     """
     num_rows, vocab_size = rows.shape[0], logits.shape[1]
     out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
@@ -383,7 +384,7 @@ def count(counts: Tensor, batch_indices: Tensor, tokens: Tensor, is_prompt: Tens
 
 
 def edit(logits: Tensor, places: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """Add values [N] fp32 to logits [R, V] fp32 at (places, tokens) [N] int32, no two of which are the same."""
+    """Add values [N] fp32 to logits [R, V] fp32 at (places, tokens) [N] int32, which must be distinct."""
     num_entries = places.shape[0]
     _edit[(triton.cdiv(num_entries, ENTRIES),)](
         places, tokens, values, num_entries, logits, logits.shape[1], BLOCK=ENTRIES, num_warps=4

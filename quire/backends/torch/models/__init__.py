@@ -1,4 +1,4 @@
-"""The families that run. To add one: a file whose equations differ, and a row here."""
+"""The supported families. To add one, write a file with the equations that differ and add a row here."""
 
 from __future__ import annotations
 

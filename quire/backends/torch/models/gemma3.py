@@ -1,4 +1,4 @@
-"""Gemma 3, text: norms before and after each half of a layer, windows on most layers, gelu, scaled embeddings."""
+"""Gemma 3 (text): norms before and after each half of a layer, windows on most layers, gelu, scaled embeddings."""
 
 from __future__ import annotations
 

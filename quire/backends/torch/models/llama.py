@@ -1,4 +1,4 @@
-"""Llama and all whose equations are Llama's: Mistral, Qwen 2 (biases on q, k and v) and Phi 3 (fused in its files)."""
+"""Llama, and families with its equations: Mistral, Qwen 2 (biases on q, k and v) and Phi 3 (fused in its files)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LlamaLayer:
         self.gate_up_proj, self.down_proj = weights.gate_up_proj, weights.down_proj
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: Pass) -> tuple[Tensor, Tensor]:
-        """What this layer adds, not yet added: the next norm does it. x and residual [T, E]."""
+        """Return what this layer adds; the next norm adds it. x and residual [T, E]."""
         x, residual = step.add_norm(x, residual, self.input_norm)
         x = self.attention(x, step)
         x, residual = step.add_norm(x, residual, self.mlp_norm)
@@ -51,7 +51,7 @@ class LlamaModel:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int) -> None:
         self.spec = spec
         self.embedding = weights.embedding  # [V, E]
-        self.head = weights.head  # [V, E], the embedding itself where they are tied
+        self.head = weights.head  # [V, E], the embedding itself if they are tied
         self.norm = RMSNorm(weights.norm, spec.norm_eps)
         device = weights.embedding.device
         rotary = local = Rotary(spec.rope, max_model_len, spec.head_size, device)
@@ -63,14 +63,14 @@ class LlamaModel:
         ]
 
     def forward(self, step: Pass) -> Tensor:
-        """The hidden states [T, E] after the last norm."""
+        """Return the hidden states [T, E] after the last norm."""
         x, residual = step.embed(self.embedding, self.spec.embedding_scale), None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
         return step.add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, E] to [rows, V], in the type the model runs in; into `out`, where it is given."""
+        """Map [rows, E] to logits [rows, V] in the model's dtype, into `out` if given."""
         logits = product(hidden, self.head) if out is None else torch.mm(hidden, self.head.t(), out=out)
         if not self.spec.logit_softcap:
             return logits

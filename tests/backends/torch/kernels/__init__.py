@@ -1,5 +1,5 @@
-"""Tests of the Triton kernels: on the GPU where there is one, else in Triton's interpreter."""
+"""Tests of the Triton kernels: on a GPU if there is one, else in Triton's interpreter."""
 
 from tests.backends.torch.kernels.device import DEVICE
 
-__all__ = ["DEVICE"]  # imported here, before any test, because it chooses the interpreter before triton is imported
+__all__ = ["DEVICE"]  # imported before any test, because it selects the interpreter before triton is imported

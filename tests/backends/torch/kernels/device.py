@@ -1,4 +1,4 @@
-"""Where kernels are tested."""
+"""The device on which kernels are tested."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if DEVICE == "cpu":
 
 
 def unit(dtype: torch.dtype) -> float:
-    """How far a number rounded to `dtype` may be off, of its size. The interpreter cuts bf16 off, the GPU rounds."""
+    """Return the relative error of rounding to `dtype`. The interpreter truncates bf16, the GPU rounds."""
     epsilon = torch.finfo(dtype).eps
     return epsilon if DEVICE == "cpu" else epsilon / 2

@@ -1,4 +1,4 @@
-"""Attention through its list of work, against the plain thing in fp64, row by row."""
+"""Attention by work items, compared with plain attention in fp64, row by row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.backends.torch.attention_work import (
 from quire.backends.torch.kernels.attention import ITEM_FIELDS, Parts, attend, merge, rows_per_item, tilings
 from tests.backends.torch.kernels.device import DEVICE
 
-# In the interpreter only: the cap of what is far beyond it, which is a number all the same.
+# In the interpreter only: the cap of a number far beyond it, which is finite all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 # T rows of the batch, H query heads, K kv heads, D head size
@@ -43,13 +43,13 @@ class Shape(NamedTuple):
     block_size: int
 
 
-class Company(NamedTuple):
-    """What a step holds."""
+class StepMix(NamedTuple):
+    """The requests of a step."""
 
     decodes: tuple[int, ...] = ()  # their positions
-    prompts: tuple[tuple[int, int], ...] = ()  # how much is cached, how much is computed
-    siblings: tuple[int, int] = (0, 0)  # how many, and the keys of their common head
-    target: int = 40  # programs that the work is cut for
+    prompts: tuple[tuple[int, int], ...] = ()  # cached and computed tokens of each
+    siblings: tuple[int, int] = (0, 0)  # their number, and the keys of their shared prefix
+    target: int = 40  # programs for which the work is divided
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Step:
     work: Work
 
     def run(self, *, scale: float, window: int = 0, cap: float = 0.0, padding: int = 0) -> Tensor:
-        """As a graph would: with rows and items of padding behind the others, into memory full of garbage."""
+        """Run as in a graph: with padding rows and items after the others, into memory full of garbage."""
         num_rows, num_heads, head_size = self.q.shape
         num_kv_heads = self.shape.num_kv_heads
         more = torch.full((padding, num_heads, head_size), NAN, dtype=self.q.dtype, device=DEVICE)
@@ -89,9 +89,9 @@ class Step:
             merge(parts, first_parts, out, num_kv_heads)
         num_parts = int(self.work.first_parts[-1])
         assert not parts.lse[:num_parts].isnan().any()
-        assert parts.lse[num_parts:].isnan().all()  # and no other part was written
+        assert parts.lse[num_parts:].isnan().all()  # no other part was written
         assert parts.mixed[num_parts:].isnan().all()
-        assert out[num_rows:].isnan().all()  # nor a row of padding
+        assert out[num_rows:].isnan().all()  # and no padding row
         return out[:num_rows]
 
     def expected(self, *, scale: float, window: int = 0, cap: float = 0.0) -> Tensor:
@@ -116,18 +116,18 @@ def on_device(array: Ints) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(DEVICE)
 
 
-def make_step(shape: Shape, company: Company, seed: int, dtype: torch.dtype = torch.float32) -> Step:
+def make_step(shape: Shape, mix: StepMix, seed: int, dtype: torch.dtype = torch.float32) -> Step:
     rng = Random(seed)
-    num_siblings, head = company.siblings
+    num_siblings, head = mix.siblings
     block_size = shape.block_size
     shared = head // block_size
-    starts = [head + rng.randrange(3 * block_size) for _ in range(num_siblings)] + list(company.decodes)
-    ends = [start + 1 for start in starts] + [sum(prompt) for prompt in company.prompts]
+    starts = [head + rng.randrange(3 * block_size) for _ in range(num_siblings)] + list(mix.decodes)
+    ends = [start + 1 for start in starts] + [sum(prompt) for prompt in mix.prompts]
     needs = [-(-end // block_size) for end in ends]
     free = list(range(1, sum(needs) + 2))
     rng.shuffle(free)
     batch_indices = rng.sample(range(len(ends) + 2), len(ends))
-    tables = np.zeros((len(ends) + 2, max(needs) + 1), np.int32)  # what is beyond a sequence is the null block
+    tables = np.zeros((len(ends) + 2, max(needs) + 1), np.int32)  # entries beyond a sequence are the null block
     common = [free.pop() for _ in range(shared)]
     for number, (batch_index, need) in enumerate(zip(batch_indices, needs, strict=True)):
         own = common if number < num_siblings else []
@@ -138,16 +138,16 @@ def make_step(shape: Shape, company: Company, seed: int, dtype: torch.dtype = to
         decodes = decodes[order]
         siblings = find_siblings(tables, decodes[:, 1], decodes[:, 0], block_size)
     positions, rows, prompts = decodes[:, 0].tolist(), decodes[:, 1].tolist(), []
-    for (start, length), batch_index in zip(company.prompts, batch_indices[len(starts) :], strict=True):
+    for (start, length), batch_index in zip(mix.prompts, batch_indices[len(starts) :], strict=True):
         prompts.append(Prompt(len(rows), length, start, batch_index))
         positions += range(start, start + length)
         rows += [batch_index] * length
     num_heads, num_kv_heads, head_size, _ = shape
     wide_rows = rows_per_item(tilings(head_size, dtype.itemsize)[1], num_heads // num_kv_heads)
-    sizes = Sizes(num_kv_heads, block_size, wide_rows, company.target, company.target, NUM_PARTS)
+    sizes = Sizes(num_kv_heads, block_size, wide_rows, mix.target, mix.target, NUM_PARTS)
     generator = torch.Generator().manual_seed(seed)
     layer = torch.randn(sum(needs) + 2, 2, num_kv_heads, block_size, head_size, generator=generator)
-    # The null block and what is left of the last ones: stale numbers, large, that nobody may see.
+    # The null block and the rest of the last blocks hold large stale numbers, which must not be read.
     layer[0] = 1e4
     for batch_index, end in zip(batch_indices, ends, strict=True):
         layer[tables[batch_index, (end - 1) // block_size], :, :, (end - 1) % block_size + 1 :] = -1e4
@@ -171,7 +171,7 @@ def check(step: Step, *, window: int = 0, cap: float = 0.0, padding: int = 2) ->
     assert float((out.cpu().double() - expected).abs().max()) < BOUNDS[out.dtype]
 
 
-MIXED = Company((0, 40, 201), ((0, 9), (37, 20)), (5, 160), target=12)  # 160: not whole tiles of keys
+MIXED = StepMix((0, 40, 201), ((0, 9), (37, 20)), (5, 160), target=12)  # 160: not whole tiles of keys
 SHAPES = [
     Shape(2, 2, 16, 8),
     Shape(4, 2, 32, 32),
@@ -197,34 +197,34 @@ def test_a_mixed_step(shape: Shape, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (24, 0.0), (130, 0.0), (0, 5.0), (40, 20.0), (1000, 1.0)])
 def test_windows_and_caps(window: int, cap: float, dtype: torch.dtype) -> None:
-    """With a small window whole parts, and the siblings' head, are seen by nobody."""
+    """With a small window, whole parts and the siblings' prefix are masked for every row."""
     for seed in range(NUM_ROUNDS):
         check(make_step(Shape(4, 2, 32, 16), MIXED, seed, dtype), window=window, cap=cap)
 
 
 @pytest.mark.parametrize(
-    "company",
+    "mix",
     [
-        Company(decodes=(0,)),
-        Company(decodes=(127, 128, 129, 0, 255)),
-        Company(decodes=(2600,), target=1000),  # more parts than are merged at a time
-        Company(decodes=(900, 3, 400), target=1000),
-        Company(prompts=((0, 2),)),
-        Company(prompts=((0, 70), (0, 33))),  # more rows than an item holds
-        Company(prompts=((300, 70),), target=1000),  # a chunk behind a cached prefix, split
-        Company(siblings=(4, 128)),
-        Company(siblings=(40, 256), target=1000),  # more siblings than an item holds
+        StepMix(decodes=(0,)),
+        StepMix(decodes=(127, 128, 129, 0, 255)),
+        StepMix(decodes=(2600,), target=1000),  # more parts than are merged at a time
+        StepMix(decodes=(900, 3, 400), target=1000),
+        StepMix(prompts=((0, 2),)),
+        StepMix(prompts=((0, 70), (0, 33))),  # more rows than an item holds
+        StepMix(prompts=((300, 70),), target=1000),  # a chunk after a cached prefix, split
+        StepMix(siblings=(4, 128)),
+        StepMix(siblings=(40, 256), target=1000),  # more siblings than an item holds
     ],
     ids=str,
 )
-def test_steps_of_one_kind(company: Company) -> None:
-    step = make_step(Shape(8, 2, 32, 32), company, 1)
-    if company.target > 40:
+def test_steps_of_one_kind(mix: StepMix) -> None:
+    step = make_step(Shape(8, 2, 32, 32), mix, 1)
+    if mix.target > 40:
         assert int(np.diff(step.work.first_parts).max()) >= 3
-    if company.siblings[0]:
+    if mix.siblings[0]:
         assert step.siblings
     check(step, padding=0)
-    if company.decodes == (2600,):
+    if mix.decodes == (2600,):
         assert step.work.first_parts[-1] > 16
         check(step, window=1000)
 
@@ -234,21 +234,21 @@ def test_random_steps(seed: int) -> None:
     rng = Random(seed)
     num_kv_heads, num_groups = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 5, 8])
     head_size, block_size = rng.choice([16, 48, 64, 80]), rng.choice([1, 8, 16, 32, 64])
-    company = Company(
+    mix = StepMix(
         decodes=tuple(rng.randrange(500) for _ in range(rng.randrange(4))),
         prompts=tuple((rng.choice([0, rng.randrange(200)]), rng.randrange(2, 40)) for _ in range(rng.randrange(3))),
         siblings=(rng.randrange(4, 9), rng.choice([128, 160, 352])) if rng.random() < 0.5 else (1, 64),
         target=rng.choice([1, 10, 100, 1000]),
     )
     shape = Shape(num_kv_heads * num_groups, num_kv_heads, head_size, block_size)
-    step = make_step(shape, company, seed, rng.choice(DTYPES))
+    step = make_step(shape, mix, seed, rng.choice(DTYPES))
     window, cap = rng.choice([0, 0, rng.randrange(1, 300)]), rng.choice([0.0, 0.0, 8.0])
     check(step, window=window, cap=cap, padding=rng.randrange(3))
 
 
 def test_scores_far_apart() -> None:
-    """Softmax of scores of hundreds: the parts' sums are far beyond what fp32 can hold, their logarithms are not."""
-    step = make_step(Shape(4, 2, 32, 32), Company((300, 700), siblings=(4, 256), target=1000), 3)
+    """Softmax of scores of hundreds: the parts' sums exceed fp32, their logarithms do not."""
+    step = make_step(Shape(4, 2, 32, 32), StepMix((300, 700), siblings=(4, 256), target=1000), 3)
     step.q *= 100
     assert step.work.first_parts[-1] > 10
     out, expected = step.run(scale=1.0), step.expected(scale=1.0)
@@ -256,8 +256,8 @@ def test_scores_far_apart() -> None:
 
 
 def test_blocks_beyond_32_bits() -> None:
-    """Only the pages touched here take memory."""
-    step = make_step(Shape(2, 1, 64, 32), Company((70,), prompts=((3, 5),)), 0)
+    """Only the pages that are used take memory."""
+    step = make_step(Shape(2, 1, 64, 32), StepMix((70,), prompts=((3, 5),)), 0)
     num_blocks = 2**31 // (2 * 32 * 64) + len(step.layer)
     layer = torch.empty(num_blocks, *step.layer.shape[1:], dtype=torch.float32, device=DEVICE)
     layer[0] = step.layer[0]

@@ -17,7 +17,7 @@ def test_copies_in_all_layers(
 ) -> None:
     torch.manual_seed(head_size)
     pool = torch.randn(num_layers, 12, 2, num_kv_heads, block_size, head_size).to(DEVICE, dtype)
-    sources, destinations = [4, 0, 4, 11], [2, 10, 1, 3]  # one source may go to several places
+    sources, destinations = [4, 0, 4, 11], [2, 10, 1, 3]  # one source may have several destinations
     expected = pool.clone()
     expected[:, destinations] = pool[:, sources]
     assert not torch.equal(pool, expected)
@@ -30,7 +30,7 @@ def test_copies_in_all_layers(
 
 
 def test_copies_beyond_32_bits() -> None:
-    """Only the pages touched here take memory."""
+    """Only the pages that are used take memory."""
     num_blocks = 2**17 + 2
     pool = torch.empty(2, num_blocks, 2, 4, 32, 64, dtype=torch.uint8, device=DEVICE)  # a layer is more than 2**31
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_rounded(got: Tensor, exact: Tensor) -> None:
-    """`got` is `exact`, fp64, to one rounding to its dtype and a little for fp32 inside."""
+    """Assert that `got` is `exact` (fp64) up to one rounding to its dtype and a little for fp32 inside."""
     torch.testing.assert_close(got.double(), exact, rtol=1.01 * unit(got.dtype) + 2e-6, atol=1e-7)
 
 
@@ -54,16 +54,16 @@ def test_add_norm_writes_the_sum_over_the_residual(size: int, dtype: torch.dtype
     assert normed.dtype == dtype
     assert_rounded(residual, total)
     assert torch.equal(x, x_before)
-    assert_rounded(normed, exact_norm(residual, weight))  # of the sum as rounded
+    assert_rounded(normed, exact_norm(residual, weight))  # of the rounded sum
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_parts_are_in_the_type_of_the_model(dtype: torch.dtype) -> None:
-    """Parts and weights are fp32 both: neither says what the model runs in."""
+    """Parts and weights are both fp32, so neither determines the model's dtype."""
     torch.manual_seed(0)
     parts, weight = randn(3, 5, 96, dtype=torch.float32), randn(96, dtype=torch.float32)
     total = parts.sum(0).to(dtype)
-    if DEVICE == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts off
+    if DEVICE == "cpu" and dtype == torch.bfloat16:  # the interpreter truncates
         total = (parts[0] + parts[1] + parts[2]).view(torch.int32).bitwise_and(-65536).view(torch.float32).to(dtype)
     normed = norm(parts, weight, EPS, dtype)
     assert normed.dtype == dtype
@@ -92,7 +92,7 @@ def test_add_norm_without_a_residual_returns_x_itself(dtype: torch.dtype) -> Non
     assert_rounded(normed, exact_norm(x, weight))
 
 
-def test_the_norm_of_a_tiny_row_is_held_by_eps() -> None:
+def test_eps_bounds_the_norm_of_a_tiny_row() -> None:
     x = torch.full((2, 64), 1e-4, device=DEVICE)
     x[1] = 0
     normed = norm(x, torch.ones(64, device=DEVICE), EPS, torch.float32)
@@ -136,7 +136,7 @@ def test_embed(size: int, dtype: torch.dtype) -> None:
 
 
 def test_embed_of_rows_beyond_32_bits() -> None:
-    """A vocabulary of 262,144 times 8,192 is 2**31. Only the pages touched here take memory."""
+    """A vocabulary of 262,144 times 8,192 is 2**31. Only the pages that are used take memory."""
     size = 8192
     embedding = torch.empty(262_145, size, dtype=torch.bfloat16, device=DEVICE)
     embedding[-1] = torch.arange(size, device=DEVICE)

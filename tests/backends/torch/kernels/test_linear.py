@@ -1,4 +1,4 @@
-"""Products of few rows against the same in fp64."""
+"""Products of few rows, compared with fp64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.backends.torch.kernels.device import DEVICE, unit
 # T rows, I inputs, O outputs
 
 FP32 = torch.float32
-DTYPES = [FP32, torch.bfloat16]  # of what has no `tl.dot`
+DTYPES = [FP32, torch.bfloat16]  # for kernels without `tl.dot`
 DOT_DTYPES = DTYPES if DEVICE == "cuda" else [FP32]  # the interpreter multiplies the bits of bf16
 EPS = 1e-5
 LARGE = [(2049, 1152), (4100, 64)] if DEVICE == "cuda" else []  # outputs and inputs; in the interpreter, seconds each
@@ -44,7 +44,7 @@ def randn(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 def random_product(
     num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x [T, I], weight [O, I] and bias [O]. The results are of the size of one."""
+    """Make x [T, I], weight [O, I] and bias [O] such that the results are about 1."""
     torch.manual_seed(num_rows + num_outputs + num_inputs)
     x, weight = randn(num_rows, num_inputs, dtype=dtype), randn(num_outputs, num_inputs)
     return x, (weight / num_inputs**0.5).to(dtype), randn(num_outputs, dtype=dtype) if has_bias else None
@@ -92,9 +92,9 @@ def test_gated_row_product(
 
 @pytest.mark.parametrize("shape", [(2049, 1152), (4100, 4096), (64, 1024), (1024, 3072)])
 def test_strips_of_large_matrices(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program takes of a matrix of this shape, tried on a small one."""
+    """Test the strips for a matrix of this shape on a small matrix."""
     strip = linear._strip(*shape)
-    assert strip.outputs % 2 == 0  # a gate and its up
+    assert strip.outputs % 2 == 0  # pairs of gate and up
     monkeypatch.setattr(linear, "_strip", lambda _outputs, _inputs: strip)
     for num_inputs in (strip.inputs, strip.inputs * 2 + 40):
         x, weight, bias = random_product(1, 18, num_inputs, True, FP32)
@@ -133,7 +133,7 @@ def test_gated_tile_product(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(2, 40, 512), (19, 64, 1024), (64, 70, 1536)])
 def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
-    """Each part is the product of its span of the inputs, the bias is in the first, and the norms add them up."""
+    """Each part is the product of its range of inputs, the bias is in the first, and the norms add them up."""
     x, weight, bias = random_product(num_rows, num_outputs, num_inputs, has_bias, dtype)
     parts = product_in_parts(x, weight, bias)
     assert parts.dtype == FP32
@@ -154,7 +154,7 @@ def test_product_in_parts(num_rows: int, num_outputs: int, num_inputs: int, has_
     assert out is residual
     assert torch.equal(parts, before)
     assert_near(residual, total, roundings=3)
-    assert_near(normed, exact_norm(residual, scale), roundings=2)  # of the sum as rounded
+    assert_near(normed, exact_norm(residual, scale), roundings=2)  # of the rounded sum
 
 
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -164,19 +164,19 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("activation", list(Activation))
 def test_gates_are_rounded_as_if_they_were_stored(activation: Activation) -> None:
-    """So that one row alone and the same row in company, gated by another kernel, differ by no more than a product."""
+    """So that a row alone and the same row in a batch, computed by another kernel, differ by at most a product."""
     if DEVICE == "cpu":
-        pytest.skip("the interpreter cuts bf16 off where the GPU rounds")
+        pytest.skip("the interpreter truncates bf16 where the GPU rounds")
     x, weight, _ = random_product(1, 200, 512, False, torch.bfloat16)
     stored = exact_product(x, weight, None).bfloat16()
     exact = exact_gated(stored.double(), activation)
     got = gated_row_product(x, weight, None, activation)
     is_near = (got.double() - exact).abs() <= exact.abs() * unit(torch.bfloat16) * 1.01 + 1e-6
-    assert float(is_near.float().mean()) > 0.95  # the rest stood between two numbers
+    assert float(is_near.float().mean()) > 0.95  # the rest is between two numbers
 
 
 def test_rows_do_not_depend_on_their_number() -> None:
-    """Rows in a tile alone, in a full one and in a larger one: only the order of sums may differ."""
+    """Rows alone in a tile, in a full one and in a larger one: only the order of sums may differ."""
     x, weight, bias = random_product(64, 96, 512, True, FP32)
     whole = tile_product(x, weight, bias)
     for count in (2, 16, 31):
@@ -202,13 +202,13 @@ def test_nothing_beyond_the_output_is_written(num_rows: int, num_outputs: int, m
     assert bool((space[num_rows * num_outputs :] == 7).all())
 
 
-def test_who_takes_which_product() -> None:
+def test_which_kernel_computes_which_product() -> None:
     def weight(num_outputs: int, num_inputs: int) -> Tensor:
         return torch.empty(num_outputs, num_inputs, device="meta")
 
     assert is_small(2, weight(1024, 1024))
     assert is_small(MAX_ROWS, weight(1024, 1024))
-    assert not is_small(1, weight(1024, 1024))  # `row_product` is for one
+    assert not is_small(1, weight(1024, 1024))  # `row_product` handles one row
     assert not is_small(MAX_ROWS + 1, weight(1024, 1024))
     assert is_small(8, weight(MAX_WEIGHTS // 512, 512))
     assert not is_small(8, weight(MAX_WEIGHTS // 512 + 1, 512))

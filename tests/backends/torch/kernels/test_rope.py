@@ -52,7 +52,7 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool) -> 
     torch.manual_seed(sum(shape))
     max_model_len = MAX_BLOCKS * block_size
     tables = torch.randperm(NUM_BLOCKS)[: NUM_SLOTS * MAX_BLOCKS].view(NUM_SLOTS, MAX_BLOCKS)
-    # Rows of all batch indices mixed, no place twice, the last position included; then padding rows of wild positions.
+    # Rows of all batch indices mixed, no place twice, the last position included; then padding rows with any positions.
     places = torch.cat(
         (torch.randperm(NUM_SLOTS * max_model_len - 1)[:3], torch.tensor([NUM_SLOTS * max_model_len - 1]))
     )
@@ -81,7 +81,7 @@ def normed(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Heads [T, H, D] in fp64: pairs as complex numbers, turned by a product."""
+    """Rotate heads [T, H, D] in fp64: pairs as complex numbers, turned by a product."""
     half = cosines.shape[1]
     pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
     turned = pairs * torch.complex(cosines.double(), sines.double())[:, None]
@@ -89,7 +89,7 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def assert_near(got: Tensor, exact: Tensor) -> None:
-    """After three roundings, at the size of what was rotated: the sum of two may be small."""
+    """Assert equality up to three roundings, relative to the inputs of the rotation: the sum of two may be small."""
     bound = 3 * unit(got.dtype) * exact.abs().amax(-1, keepdim=True) + 1e-6
     assert bool(((got.double() - exact).abs() <= bound).all())
 
@@ -115,13 +115,13 @@ def test_rope_store(shape: tuple[int, ...], dtype: torch.dtype, has_norms: bool,
     blocks, offsets = case.tables[batch_indices, positions // block_size].long(), positions % block_size
     assert_near(case.layer[blocks, 0, :, offsets], rotated(normed(keys, case.k_norm), cosines, sines))
     assert torch.equal(case.layer[blocks, 1, :, offsets], values)
-    # Nothing else was written: neither by these rows nor by the padding.
+    # Nothing else was written, neither by these rows nor by the padding.
     case.layer[blocks, :, :, offsets] = layer_before[blocks, :, :, offsets]
     assert torch.equal(case.layer, layer_before)
 
 
 def unrotated(weight: float, *, rounds_first: bool) -> tuple[Tensor, Tensor]:
-    """Queries in bf16 with that weight of their norm, and as they are in fp64."""
+    """Return queries in bf16 with that norm weight, and the same in fp64."""
     num_heads, num_kv_heads, head_size = 16, 8, 128
     case = random_case((num_heads, num_kv_heads, head_size, head_size, 32), torch.bfloat16, True)
     case.cosines.fill_(1.0)
@@ -154,7 +154,7 @@ def test_a_batch_of_padding_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("rotary_size", [64, 24])
-def test_it_rotates_as_the_reference(rotary_size: int) -> None:
+def test_rotation_equals_the_reference(rotary_size: int) -> None:
     num_heads, num_kv_heads, head_size, block_size = 6, 2, 64, 16
     case = random_case((num_heads, num_kv_heads, head_size, rotary_size, block_size), torch.float32, False)
     case.batch_indices, case.positions = case.batch_indices[:4], case.positions[:4]
@@ -176,7 +176,7 @@ def test_it_rotates_as_the_reference(rotary_size: int) -> None:
 
 
 def test_blocks_beyond_32_bits() -> None:
-    """Only the pages touched here take memory."""
+    """Only the pages that are used take memory."""
     num_kv_heads, block_size, head_size = 8, 32, 128
     num_blocks = 2**15 + 2
     layer = torch.empty(num_blocks, 2, num_kv_heads, block_size, head_size, dtype=torch.bfloat16, device=DEVICE)

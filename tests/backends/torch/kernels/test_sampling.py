@@ -1,4 +1,4 @@
-"""The sampler of the GPU against the one that defines it, `quire.backends.torch.sampling`, on the same logits."""
+"""The GPU sampler compared with its definition, `quire.backends.torch.sampling`, on the same logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from quire.backends.randomness import uniform
-from quire.backends.torch.device_sampling import NUM_PARAMS, DeviceSampler, Wishes, _Edits, fill_params, rank_prompt
+from quire.backends.torch.device_sampling import (
+    NUM_PARAMS,
+    DeviceSampler,
+    SpecialRows,
+    _Edits,
+    fill_params,
+    rank_prompt,
+)
 from quire.backends.torch.sampling import Logprobs, Penalties, rank_tokens, read_logprobs, sample
 from quire.core.request import SamplingParams
 from quire.core.step import SeqSlice
@@ -22,7 +29,7 @@ from tests.backends.torch.test_sampling import adjusted, row
 
 CPU = torch.device("cpu")
 ON_GPU = DEVICE == "cuda"
-NUM_BATCHES = 20 if ON_GPU else 2  # of each size of the vocabulary
+NUM_BATCHES = 20 if ON_GPU else 2  # per vocabulary size
 NUM_EQUAL = 20 if ON_GPU else 2
 NUM_DRAWS = 500 if ON_GPU else 10
 MAX_SEQS = 40
@@ -45,12 +52,12 @@ def run(
     last_tokens: Sequence[int] | None = None,
     draws: Sequence[float] | None = None,
 ) -> Outcome:
-    """As the runner calls it, with rows in their batch indices. `draws` in place of the requests' own numbers."""
+    """Sample as the runner does, with rows at their batch indices. `draws` replace the requests' random numbers."""
     max_num_seqs = max(MAX_SEQS, len(rows))
     if sampler is None:
         sampler = DeviceSampler(logits.shape[1], max_num_seqs, torch.device(DEVICE))
     params = np.full((len(rows), NUM_PARAMS), 77, np.float32)
-    wishes = fill_params(params, rows)
+    special_rows = fill_params(params, rows)
     if draws is not None:
         params[:, 4] = draws
     last = [piece.history[-1] for piece in rows] if last_tokens is None else last_tokens
@@ -59,7 +66,7 @@ def run(
     logprobs = sampler.sample(
         logits.to(DEVICE),
         rows,
-        wishes,
+        special_rows,
         torch.from_numpy(params).to(DEVICE),
         torch.tensor([piece.batch_index for piece in rows], dtype=torch.int32, device=DEVICE),
         torch.tensor(last, dtype=torch.int32, device=DEVICE),
@@ -67,7 +74,7 @@ def run(
         masks,
         out,
     )
-    assert bool((out[2] == -7).all() & (out[:, len(rows) :] == -7).all())  # what is not its own
+    assert bool((out[2] == -7).all() & (out[:, len(rows) :] == -7).all())  # nothing else was written
     tokens, flags, _ = out[:, : len(rows)].tolist()
     return Outcome(tokens, flags, logprobs, last_samples.tolist())
 
@@ -81,7 +88,7 @@ def reference(logits: Tensor, rows: Sequence[SeqSlice], masks: Mapping[int, byte
 
 
 def is_settled(logits: Tensor, piece: SeqSlice, mask: bytes | None, margin: float = 1e-5) -> bool:
-    """Whether no decision on the way to this row's token is so close that the order of a sum could turn it."""
+    """Return whether no decision for this row's token is so close that the order of a sum could change it."""
 
     def is_apart(values: Tensor, limit: float) -> bool:
         distance = (values - limit).abs()
@@ -147,7 +154,7 @@ def random_mask(rng: Random, vocab_size: int) -> bytes:
 def settled_rows(
     rng: Random, logits: Tensor, batch_indices: Sequence[int], masks: Mapping[int, bytes]
 ) -> list[SeqSlice]:
-    """Random ones, drawn again where a decision is too close."""
+    """Make random rows, again if a decision is too close."""
 
     def drawn(values: Tensor, batch_index: int) -> Iterator[SeqSlice]:
         for _ in range(50):
@@ -178,7 +185,7 @@ def test_a_mixed_batch_follows_the_reference(vocab_size: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20}])
-def test_masks_where_nothing_else_is_asked_for(fields: dict[str, Any]) -> None:
+def test_rows_with_only_masks(fields: dict[str, Any]) -> None:
     rng = Random(9)
     torch.manual_seed(9)
     logits = torch.randn(7, 2500) * 3
@@ -191,7 +198,7 @@ def test_masks_where_nothing_else_is_asked_for(fields: dict[str, Any]) -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """Not even where a decision is close: the same sums in the same order."""
+    """Not even if a decision is close: the sums are the same in the same order."""
     rng = Random(5)
     torch.manual_seed(5)
     logits = torch.randn(8, 2500).bfloat16()
@@ -217,7 +224,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     ],
 )
 def test_equal_logits(fields: dict[str, Any]) -> None:
-    """Whole numbers only: where the sets end, there are hundreds of equals. Zeros have both signs."""
+    """Whole numbers only: at the ends of the sets there are hundreds of equal logits. Zeros have both signs."""
     torch.manual_seed(1)
     logits = (torch.randn(1, 9100) * 2).round()
     logits[0, :500] = -INF
@@ -246,7 +253,7 @@ def test_the_first_of_the_largest_is_taken() -> None:
     "fields", [{}, {"top_p": 0.999}, {"top_k": 7}, {"top_k": 9}, {"logit_bias": {9: 0.0}, "min_p": 0.001}]
 )
 def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
-    """A draw that rounds to 1 takes the last token that has any weight, and 0 takes the first."""
+    """A draw that rounds to 1 takes the last token with any weight, and 0 takes the first."""
     logits = torch.full((2, 5000), -INF, dtype=torch.bfloat16)
     logits[:, [11, 12, 2040, 2050, 3000, 4500, 4501]] = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5, 0.5, 1.0]).bfloat16()
     rows = [row(SamplingParams(**fields), [1], batch_index=batch_index) for batch_index in range(2)]
@@ -256,7 +263,7 @@ def test_the_ends_of_the_draw(fields: dict[str, Any]) -> None:
 
 
 def test_shares_of_the_draws() -> None:
-    """Evenly spread draws fall on each token as often as its probability says, to within one."""
+    """Evenly spread draws select each token as often as its probability requires, to within one."""
     torch.manual_seed(2)
     logits = torch.randn(1, 6000) - 12
     logits[0, [3, 2047, 2048, 5999]] = torch.tensor([1.0, 2.0, 0.5, 1.7])
@@ -276,13 +283,13 @@ def test_shares_of_the_draws() -> None:
             assert abs(tokens.count(token) - NUM_DRAWS * float(shares[token])) < 1.5
 
 
-def test_broken_and_blocked_rows_are_marked_alone() -> None:
+def test_only_broken_and_blocked_rows_are_marked() -> None:
     torch.manual_seed(4)
     logits = torch.randn(9, 4100)
     logits[1, 4000] = math.nan
     logits[2, 7] = INF
     logits[3] = -INF
-    logits[6, 3000] = math.nan  # and forbidden: the model is broken all the same
+    logits[6, 3000] = math.nan  # and forbidden: the model is still broken
     logits[7] = math.nan
     many: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
     fields: list[dict[str, Any]] = [many, many, {}, many, {}, {"temperature": 0.0}, many, many, many]
@@ -300,7 +307,7 @@ def test_broken_and_blocked_rows_are_marked_alone() -> None:
         assert found.tokens[0] == run(logits[:1].to(dtype), rows[:1]).tokens[0]
 
 
-def test_masks_allow_what_they_say() -> None:
+def test_masks_allow_exactly_their_tokens() -> None:
     rng = Random(9)
     vocab_size = 2061  # the last byte of a mask is not whole
     torch.manual_seed(9)
@@ -314,8 +321,8 @@ def test_masks_allow_what_they_say() -> None:
         assert token == max(allowed, key=lambda t: (float(logits[index, t]), -t))
 
 
-class Talk(NamedTuple):
-    """A request whose answer is told to the scheduler late."""
+class LateRequest(NamedTuple):
+    """A request whose sampled tokens reach the scheduler late."""
 
     request_id: int
     epoch: int
@@ -325,7 +332,7 @@ class Talk(NamedTuple):
     params: SamplingParams
 
     def step(self, num_hidden: int) -> SeqSlice:
-        """The next decode, or the prompt; the last samples are not in the history yet."""
+        """Return the next decode, or the prompt. The last `num_hidden` samples are not in the history yet."""
         tokens = [*self.prompt, *self.answer]
         length = 1 if self.answer else len(tokens)
         known = tokens[: len(tokens) - min(num_hidden, len(self.answer))]
@@ -343,27 +350,25 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
     logits = torch.randn(1, vocab_size)  # the same in every step: only the counts make the tokens differ
     best = logits[0].topk(8).indices.tolist()
 
-    def talk(request_id: int, batch_index: int, epoch: int = 0, **fields: float) -> Talk:
+    def late_request(request_id: int, batch_index: int, epoch: int = 0, **fields: float) -> LateRequest:
         params = SamplingParams(temperature=0, **fields)  # type: ignore[arg-type]
-        return Talk(request_id, epoch, batch_index, [*rng.sample(best[1:], 3), *best[:1] * 4], [], params)
+        return LateRequest(request_id, epoch, batch_index, [*rng.sample(best[1:], 3), *best[:1] * 4], [], params)
 
-    talks = [
-        talk(1, 3, frequency_penalty=0.4),
-        talk(2, 5, presence_penalty=2.0, repetition_penalty=1.1),
-        talk(3, 0),
-        talk(4, 7, repetition_penalty=1.3, frequency_penalty=-0.2),
+    requests = [
+        late_request(1, 3, frequency_penalty=0.4),
+        late_request(2, 5, presence_penalty=2.0, repetition_penalty=1.1),
+        late_request(3, 0),
+        late_request(4, 7, repetition_penalty=1.3, frequency_penalty=-0.2),
     ]
-    said = set()
+    sampled = set()
     for step in range(9):
-        if (
-            step == 4
-        ):  # batch indices go to other requests, one of them untold, and a request comes back after a preemption
+        if step == 4:  # batch indices are reused, one of them without a release, and a request resumes after preemption
             sampler.release([3])
             penalties.release(3)
-            talks[0] = talk(9, 3, frequency_penalty=0.4)
-            talks[3] = talk(10, 7, repetition_penalty=1.3, frequency_penalty=-0.2)
-            talks[1] = talks[1]._replace(epoch=1)
-        order = rng.sample(talks, len(talks)) if step % 3 else talks[:2]  # some rest for a step
+            requests[0] = late_request(9, 3, frequency_penalty=0.4)
+            requests[3] = late_request(10, 7, repetition_penalty=1.3, frequency_penalty=-0.2)
+            requests[1] = requests[1]._replace(epoch=1)
+        order = rng.sample(requests, len(requests)) if step % 3 else requests[:2]  # some skip a step
         rows = [one.step(rng.randrange(2)) for one in order]
         last = [[*one.prompt, *one.answer][-1] for one in order]
         wanted = sample(logits.repeat(len(rows), 1), rows, penalties, torch.tensor(last), None).tokens.tolist()
@@ -371,8 +376,8 @@ def test_penalties_follow_the_reference_from_step_to_step() -> None:
         assert found.tokens == wanted, step
         for one, token in zip(order, wanted, strict=True):
             one.answer.append(token)
-            said.add(token)
-    assert len(said) > 5  # the penalties did something
+            sampled.add(token)
+    assert len(sampled) > 5  # the penalties did something
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -420,7 +425,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(math.isclose(a, b, abs_tol=1e-5) for (_, a), (_, b) in zip(one.top, other.top, strict=True))
 
 
-def test_what_the_host_tells() -> None:
+def test_fill_params() -> None:
     rows = [
         row(SamplingParams(seed=-3, sample_index=2), [1, 2, 3], [4], batch_index=0),
         row(SamplingParams(temperature=1e-5, top_p=0.5, logprobs=0), [1], batch_index=1),
@@ -431,7 +436,7 @@ def test_what_the_host_tells() -> None:
         row(SamplingParams(presence_penalty=1.0, logprobs=3), [1], batch_index=6),
     ]
     out = np.full((9, NUM_PARAMS), 77, np.float32)
-    assert fill_params(out, rows) == Wishes(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
+    assert fill_params(out, rows) == SpecialRows(floored=(2,), changed=(3, 5, 6), reported=(1, 6))
     assert out[0].tolist() == [1, 0, 0, 1, np.float32(uniform(-3, 2, 4))]
     assert out[1].tolist() == [0, 0, 0, 1, 0]
     assert out[2, :4].tolist() == [0.5, 0.125, 2**32, 0.25]
@@ -454,7 +459,7 @@ def test_kernels_are_prepared_once() -> None:
     assert run(logits, rows, sampler=sampler).tokens == before
 
 
-def test_biases_are_those_of_the_request_that_has_the_slot() -> None:
+def test_biases_belong_to_the_request_at_the_batch_index() -> None:
     def piece(length: int, **settings: Any) -> SeqSlice:
         return SeqSlice(1, 0, 3, (5,), length - 1, 1, (), [5] * length, True, SamplingParams(**settings), 2)
 
