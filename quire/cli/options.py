@@ -11,8 +11,10 @@ import typer
 
 from quire.cli.server_client import DEFAULT_URL
 from quire.errors import InvalidRequest
+from quire.sizes import compared_sizes
 
 if TYPE_CHECKING:
+    from quire.engine.composition import EngineConfig
     from quire.engine.params import GenerationParams
 
 # The options, once. None: what the model's makers recommend.
@@ -118,5 +120,18 @@ def engine_settings(
         from quire.engine.composition import EngineConfig
 
         with options_named():
-            EngineConfig(**settings)
+            check_memory(EngineConfig(**settings))
     return settings
+
+
+def check_memory(engine: EngineConfig) -> None:
+    """Refuse a KV cache larger than the free memory before the model is loaded."""
+    if engine.kv_memory is None or engine.backend == "fake":
+        return
+    from quire.cli.machine_fit import read_memory
+
+    memory = read_memory()
+    free = max(0 if engine.device == "cuda" else memory.cpu_free, 0 if engine.device == "cpu" else memory.gpu_free)
+    if engine.kv_memory > free:
+        wanted, there = compared_sizes(engine.kv_memory, free)
+        raise InvalidRequest(f"kv_memory = {wanted} is more than the {there} of free memory")

@@ -21,7 +21,7 @@ import typer
 
 from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
-from quire.cli.options import option_name
+from quire.cli.options import check_memory, option_name
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
 from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import POLICIES
@@ -209,6 +209,8 @@ def make_config(options: dict[str, Any]) -> ServeConfig:
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
     server = {field.name: given[field.name] for field in fields(ServeConfig) if field.name != "models"}
     draft = ServeConfig(models=list_models(options, engine), **server)
+    for model in draft.models:
+        check_memory(model.engine)
     return replace(draft, models=locate_all(draft.models))
 
 

@@ -199,6 +199,8 @@ def test_an_unknown_model_is_not_fetched() -> None:
         (["--threads", "0"], "--threads = 0"),
         (["--max-model-len", "1"], "--max-model-len = 1"),
         (["--kv-memory", "lots"], "--kv-memory = 'lots' is not a size like 2G or 512M"),
+        (["--kv-memory", "2X"], "--kv-memory = '2X' is not a size like 2G or 512M"),
+        (["--kv-memory", "900T"], "--kv-memory = 921,600 GiB is more than the "),
         (["--kv-memory", "0"], "--kv-memory = 0"),
         (["--raw", "--system", "Hi"], "--system 'Hi' needs the chat template, and --raw was given"),
     ],
