@@ -1,4 +1,4 @@
-"""A `quire serve` process for `quire bench`: on a free port of this machine, and stopped however the bench ends."""
+"""A `quire serve` process for `quire bench`, on a free port. It is stopped however the bench ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.errors import MissingExtra, QuireError
 
 STOP_S = 10.0  # after SIGTERM; then it is killed
 NUM_TAIL_LINES = 10
-KEPT_VARIABLES = ("QUIRE_CACHE",)  # where models are; the other variables would be options of the server
+KEPT_VARIABLES = ("QUIRE_CACHE",)  # the folder of models; other variables would set options of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ServerProcess:
 
 
 def check_installed() -> None:
-    """Refuse before anything is measured: `quire bench` runs without the server's libraries, but for this part."""
+    """Refuse a missing library of the server before anything is measured."""
     try:
         import quire.server.launcher  # noqa: F401
     except ModuleNotFoundError as error:
@@ -62,13 +62,13 @@ def serving(model: str, options: Sequence[str]) -> Iterator[ServerProcess]:
         except QuireError as error:
             if not (tail := _tail(log)):
                 raise
-            raise type(error)(f"{error}. The end of its log:\n{tail}") from error
+            raise type(error)(f"{error}. The last lines of its log:\n{tail}") from error
         finally:
             _stop(process)
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> ServerProcess:
-    """Read its announcement. It has no time limit: a large model may load for minutes."""
+    """Wait for the line with the address. There is no time limit: a large model may load for minutes."""
     assert process.stdout is not None
     text = ""
     for line in process.stdout:
@@ -85,13 +85,13 @@ def _tail(log: IO[str]) -> str:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Its worker process ends with it."""
+    """Stop the server, which stops its worker process."""
     try:
         process.terminate()
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         pass
-    finally:  # also if somebody presses Ctrl-C once more
+    finally:  # also after a second Ctrl-C
         process.kill()
         process.wait()
         if process.stdout is not None:
@@ -100,7 +100,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM raise, as Ctrl-C does, so that the server does not outlive the bench."""
+    """Make SIGTERM raise an exception, so that the server is stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

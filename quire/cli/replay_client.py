@@ -1,6 +1,6 @@
-"""Plays a trace to a live server: each request on a connection of its own, at its time.
+"""Sends a trace to a server: each request at its time, on its own connection.
 
-A thread a request: while a token is under way nothing here runs, so a few hundred of them do no harm.
+Each request has a thread, which waits for tokens most of the time: a few hundred threads cost little.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.errors import ContextTooLong, InvalidRequest, QueueFull, QuireError, 
 from quire.sim.replay import Ending, Served
 from quire.sim.traces import TraceRequest, text
 
-LEAD_S = 0.05  # a thread begins so much earlier, to have its prompt made when it is due
-MAX_OPEN = 1000  # connections at once; beyond that, requests are late and it is said
+LEAD_S = 0.05  # a thread starts this much earlier, to prepare its prompt
+MAX_OPEN = 1000  # connections; further requests are sent late, which is reported
 VOCAB_SIZES = (32_000, 16_000, 8_000, 4_000, 2_000, 1_000, 500, 250)
 
 
 def find_vocab_size(server: ServerClient, model: str) -> int:
-    """The largest of those sizes that this model has ids for: the text of traces is made of them."""
+    """The largest of VOCAB_SIZES that the model's vocabulary has. Prompts of traces use ids below it."""
     for size in VOCAB_SIZES:
         with suppress(InvalidRequest):
             server.post("/detokenize", {"model": model, "tokens": [size - 1]})
@@ -34,22 +34,22 @@ def find_vocab_size(server: ServerClient, model: str) -> int:
 
 
 class Texts:
-    """What the parts of prompts are made of. An answer that a later prompt contains is the one the server gave."""
+    """Token ids of the parts of prompts. A part that is an earlier answer has the ids that the server returned."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._answers: dict[str, list[int]] = {}
-        self._made_up: set[str] = set()  # asked for before they were there: they stay what they were then
+        self._made_up: set[str] = set()  # needed before they were received: they keep their made-up text
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()
 
     @property
     def num_made_up(self) -> int:
-        """Answers that later prompts contain, and that were not there in time."""
+        """Number of answers that were not received before a later prompt needed them."""
         return len(self._made_up)
 
     def expect(self, names: frozenset[str]) -> None:
-        """These are answers."""
+        """Set the names of parts that are answers."""
         self._names = names
 
     def answered(self, name: str, ids: list[int]) -> None:
@@ -87,17 +87,17 @@ class _Run:
 
 
 class ReplayClient:
-    """`salt` keeps what is played apart from everything the server has cached before."""
+    """Sends traces. `salt` separates their prompts from everything that the server has cached before."""
 
     def __init__(self, server: ServerClient, model: str, texts: Texts, salt: str) -> None:
         self._server = server
         self._model = model
         self._texts = texts
         self._salt = salt
-        self._places = threading.Semaphore(MAX_OPEN)
+        self._slots = threading.Semaphore(MAX_OPEN)
 
     def play(self, trace: Sequence[TraceRequest], progress: Callable[[int], None] = lambda _done: None) -> list[Served]:
-        """Until everyone has an end. `progress` is told how many have."""
+        """Send the trace and wait until all requests have ended. `progress` gets their number."""
         self._texts.expect(frozenset(one.output for one in trace if one.output))
         runs = [_Run(LoadStream(self._server)) for _ in trace]
         served: list[Served | None] = [None] * len(trace)
@@ -112,25 +112,25 @@ class ReplayClient:
             try:
                 served[number] = self._send(number, trace[number], runs[number], start_s)
             finally:
-                self._places.release()
+                self._slots.release()
                 progress(sum(one is not None for one in served))
 
         try:
             for at_s, number, is_arrival in sorted(events):
                 time.sleep(max(0.0, start_s + at_s - time.monotonic()))
                 if is_arrival:
-                    self._places.acquire()
+                    self._slots.acquire()
                     threads.append(threading.Thread(target=send, args=(number,), daemon=True))
                     threads[-1].start()
                 else:
                     runs[number].stream.cancel()
             for thread in threads:
                 thread.join()
-        finally:  # an interrupted replay leaves no work behind
+        finally:  # an interrupted replay cancels its requests
             for run in runs:
                 run.stream.cancel()
         if (lost := next((number for number, one in enumerate(served) if one is None), None)) is not None:
-            raise RequestFailed(f"request {lost} of the trace could not be played")
+            raise RequestFailed(f"request {lost} of the trace could not be sent")
         return [one for one in served if one is not None]
 
     def _send(self, number: int, one: TraceRequest, run: _Run, start_s: float) -> Served:

@@ -136,7 +136,7 @@ def _draw(reports: Sequence[SimReport], title: str, plot: Path) -> None:
     typer.echo(f"Wrote {plot}", err=True)
 
 
-# What was asked for
+# Options
 
 
 def _check_outputs(trace: str | None, plot: Path | None, save_trace: Path | None) -> None:
@@ -234,7 +234,7 @@ def _advance(show: Callable[[int, str], None], base: int, name: str) -> Callable
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on stderr, so that the result can be piped; nothing where nobody looks."""
+    """A progress bar on stderr if that is a terminal; the result on stdout can be piped."""
     if not sys.stderr.isatty():
         yield lambda _done, _name: None
         return
@@ -247,7 +247,7 @@ def progress_bar(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, name: bar.update(task, completed=done, description=name)
 
 
-# What came out
+# Results
 
 
 def summary(report: SimReport) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def summary(report: SimReport) -> dict[str, Any]:
 
 
 def _tenants(report: SimReport) -> dict[str, list[RequestRecord]]:
-    """The records of each tenant of a tier, where a trace names any."""
+    """The records of each tenant of a tier, if the trace has tenants."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in report.records:
         if record.tenant:
@@ -328,7 +328,7 @@ def _print_table(trace: Sequence[TraceRequest], name: str, machine: Machine, rep
 
 
 def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
-    """A row per run and tier; what belongs to the whole run stands in the first of its rows. Fits 80 columns."""
+    """A row for each run and tier; figures of the whole run are in its first row. Fits 80 columns."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -352,7 +352,7 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
 
 
 def _remarks(report: SimReport) -> Iterator[str]:
-    """What went otherwise than by an answer in full, so that no figure looks better than it is."""
+    """Requests without a complete answer, which the figures do not include."""
     said = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
         Outcome.LEFT: "not answered in full: the client left (waits and TTFT count those who got that far)",

@@ -1,4 +1,4 @@
-"""The fairness part of `quire bench`: a real server process, real streams. Nothing here asserts a time or a share."""
+"""The fairness part of `quire bench`, with a real server. No test asserts a time or a share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHORT = Shape(8, 4)
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    """As long as it takes: pytest has a limit."""
+    """Wait without a limit: pytest has one."""
     while not is_so():
         time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
-    return bool(command_line(pid))  # of what has ended there is none, reaped or not
+    return bool(command_line(pid))  # empty for a process that has ended, reaped or not
 
 
 def servers_of(pid: int) -> list[int]:
@@ -88,7 +88,7 @@ def test_options_of_the_environment_do_not_reach_the_server(tiny_model: Path, mo
     assert version["scheduling"]["low_share"] is None
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_cannot_start(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match="did not start: it ended with exit code 2") as caught,
         serving(str(tmp_path / "nowhere"), FAKE),
@@ -115,7 +115,7 @@ def test_what_a_server_lacks_is_named_before_anything_is_measured() -> None:
 def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: signal.Signals) -> None:
     script = (
         "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have set it to be ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
         "from quire.cli.main import run\n"
         "run()\n"
     )
@@ -152,7 +152,7 @@ def test_prompts_and_salts_are_never_the_same(client: StreamClient) -> None:
     assert {len(prompt) for prompt in prompts} == {8}
     assert len({body["cache_salt"] for body in bodies}) == 3
     for body in bodies:
-        assert len({prompt[0] for prompt in body["prompt"]}) == 64  # or the cache would share a token
+        assert len({prompt[0] for prompt in body["prompt"]}) == 64  # the cache shares even one token
 
 
 def test_a_stream_that_is_cut_ends_without_an_error(client: StreamClient, process: ServerProcess) -> None:
@@ -187,7 +187,7 @@ def test_both_tiers_have_tokens_and_a_load_never_runs_out(client: StreamClient, 
         for load in loads:
             load.stop()
     for load in loads:
-        load.check()  # a stream that was cut is no problem
+        load.check()  # a cancelled stream is no error
     wait_until(lambda: not server.get("/v1/cache/stats")["num_running"])
 
 
@@ -196,7 +196,7 @@ def _checked(load: Load) -> Load:
     return load
 
 
-def test_a_load_that_is_refused_says_so(client: StreamClient) -> None:
+def test_a_refused_load_raises(client: StreamClient) -> None:
     load = Load(client, Priority.LOW, Shape(5000, 4), 2)  # the model has 4096
     load.start()
     with pytest.raises(ContextTooLong, match="4096"):
@@ -227,4 +227,4 @@ def test_three_phases_make_a_report(tiny_model: Path, process: ServerProcess, mo
     assert sum(window.latency.requests for window in report.backlog.windows) == report.backlog.latency.requests > 0
     assert report.backlog.num_low >= 4
     assert report.saturated.num_each == 4
-    assert servers_of(os.getpid()) == [process.pid]  # the other one is gone
+    assert servers_of(os.getpid()) == [process.pid]  # the other one has ended

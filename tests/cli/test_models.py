@@ -1,4 +1,4 @@
-"""`quire models`, `show`, `run`, and the names of commands: what Ollama users type works or says what to type."""
+"""`quire models`, `show` and `run`, and names of commands, also those of Ollama."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*arguments: str, stdin: str = "") -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE))
-def test_commands_of_ollama_say_what_to_type(name: str) -> None:
+def test_commands_of_ollama_name_their_replacement(name: str) -> None:
     outcome = run(name, "something")
     assert isinstance(outcome.exception, InvalidRequest)
     assert str(outcome.exception) == f"there is no command {name!r}: {ADVICE[name]}"

@@ -138,7 +138,7 @@ def test_a_gpu_holds_16_bits_and_a_cpu_5(folder: dict[str, bytes]) -> None:
 def test_quantised_safetensors_are_refused(folder: dict[str, bytes]) -> None:
     config = {**json.loads(folder["config.json"]), "quantization_config": {"quant_method": "awq"}}
     found = download("org/name", {"config.json": 1, "model.safetensors": GB}, config=config)
-    assert "quantised safetensors are not read" in find_problems(found, MEMORY, 100 * GB)[0]
+    assert "quantised safetensors are not supported" in find_problems(found, MEMORY, 100 * GB)[0]
 
 
 # quire rm

@@ -1,4 +1,4 @@
-"""`quire serve` as it is typed: options from three places, refusals that name them, a clean terminal."""
+"""`quire serve`: options from flags, environment and file, errors that name them, terminal output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.waiting import HANG_S
 
 
 def refuse(*options: str, **env: str) -> str:
-    """What it says when it does not start."""
+    """The error of a server that does not start."""
     command = [sys.executable, "-m", "quire", "serve", *options]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
     assert outcome.returncode != 0
@@ -62,7 +62,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("one", "--model", "two"), "name one model"),
 ]
 BAD_FILES = [
-    ("max-queue: yes", "max_queue = True is not a value"),
+    ("max-queue: yes", "max_queue = True is yes or no, and the option needs a value"),
     ("max-queu: 4", "'max_queu' is not an option of `quire serve`"),
     ("[1, 2]", "Expected `object | null`"),
     ("a: [", "config.yaml"),
@@ -134,14 +134,14 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path) -> None:
         assert server.get("/v1/models").status == 401
 
 
-def test_an_empty_file_says_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("# later\n")
     with serving("--model", str(tiny_model), *FAKE, "--config", str(path)) as server:
         assert server.get("/health").status == 200
 
 
-def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -> None:
+def test_on_a_terminal_the_bar_ends_before_the_address_is_printed(tiny_model: Path) -> None:
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire", "serve", str(tiny_model), *FAKE, "--port", "0", "--hello"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -161,7 +161,7 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
     assert process.returncode == 0
     before, _, after = text.partition("quire serves ")
     assert "loading tiny" in before
-    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is back
+    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")  # the cursor is visible again
     assert "loading tiny" not in after
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", after.replace("\x1b[", ""))
 
@@ -177,7 +177,7 @@ def test_on_a_terminal_the_bar_ends_before_the_server_speaks(tiny_model: Path) -
         ("cpu", None, {"num_blocks": 100}, "--num-blocks"),
     ],
 )
-def test_the_start_says_why_the_pool_has_its_size(
+def test_the_start_prints_the_reason_for_the_cache_size(
     device: str, memory: int | None, settings: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ServeConfig(models=(ModelConfig(Path("model"), ("model",), engine=EngineConfig(**settings)),))

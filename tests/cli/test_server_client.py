@@ -1,4 +1,4 @@
-"""`quire generate` and `quire chat` with a server: which one they ask, what they send, what they make of answers."""
+"""`quire generate` and `quire chat` with a scripted server: its address, requests, responses and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
-    """What answers where the model is loaded here: with the question."""
+    """A model in this process that answers with the question."""
     llm = EchoLLM()
     monkeypatch.setattr(model_loading, "open_llm", lambda _model, _settings: llm)
     return llm
@@ -62,12 +62,12 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> EchoLLM:
 
 @pytest.fixture
 def default(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, echo: EchoLLM) -> ScriptedServer:
-    """The server is where one is by default, and nobody names it."""
+    """A server at the default address, which no option names."""
     monkeypatch.delenv("QUIRE_SERVER")
     monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
     monkeypatch.setattr(
         remote_model, "QUICK", server_client.Timeouts(LIMIT_S, LIMIT_S)
-    )  # it is there, however slow it is
+    )  # a slow machine must not miss it
     del echo
     return server
 
@@ -77,7 +77,7 @@ def run(*arguments: str, stdin: str = "") -> Any:
 
 
 def failure(*arguments: str) -> str:
-    """The message of a command that must fail, and with an error of ours."""
+    """The message of a command that must fail with a QuireError."""
     outcome = run(*arguments)
     assert isinstance(outcome.exception, QuireError), outcome
     return str(outcome.exception)
@@ -101,7 +101,7 @@ def test_the_server_that_is_up_answers(default: ScriptedServer) -> None:
     "options",
     [["--local"], ["--threads", "1"], ["--dtype", "auto"], ["--load-format", "auto"], ["--kv-memory", "1G"]],
 )
-def test_what_asks_for_a_model_here_gets_one(default: ScriptedServer, options: list[str]) -> None:
+def test_engine_options_load_the_model_in_this_process(default: ScriptedServer, options: list[str]) -> None:
     assert run("generate", "Hi", *options).stdout == "Hi\n"
     assert not default.asked
 
@@ -110,7 +110,7 @@ def test_the_environment_names_a_server_or_none(
     server: ScriptedServer, echo: EchoLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_client, "DEFAULT_URL", server.url)
-    assert run("generate", "Hi").stdout == "Hi\n"  # the tests' own environment says none
+    assert run("generate", "Hi").stdout == "Hi\n"  # the environment of the tests sets none
     assert not server.asked
     monkeypatch.setenv("QUIRE_SERVER", f"{server.url}/v1/")
     assert run("generate", "Hi").stdout == f"{PARIS}\n"
@@ -121,7 +121,7 @@ def test_the_environment_names_a_server_or_none(
     assert len(echo.seen) == 3
 
 
-def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_at_the_default_address_prints_nothing(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_SERVER")
     monkeypatch.setattr(server_client, "DEFAULT_URL", free_url())
     outcome = run("generate", "Hi")
@@ -141,7 +141,7 @@ def test_nobody_at_the_usual_address_is_no_news(echo: EchoLLM, monkeypatch: pyte
         Reply(200, [b"\xff" * 5_000_000]),
     ],
 )
-def test_a_stranger_on_the_port_is_left_alone(default: ScriptedServer, stranger: Reply) -> None:
+def test_another_program_on_the_port_is_ignored(default: ScriptedServer, stranger: Reply) -> None:
     default.replies["/health"] = [stranger]
     assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
     assert run("generate", "Hi", "--api-key", "secret").stdout == "Hi\n"
@@ -151,8 +151,8 @@ def test_a_stranger_on_the_port_is_left_alone(default: ScriptedServer, stranger:
     assert message == f"{default.url} answers, but is not a quire server"
 
 
-def test_who_speaks_no_http_is_left_alone(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
+def test_a_port_without_http_is_ignored(echo: EchoLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and sends nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(remote_model, "QUICK", server_client.Timeouts(0.3, 0.05))
         monkeypatch.setattr(remote_model, "PATIENT", server_client.Timeouts(0.3, 0.05))
@@ -195,7 +195,7 @@ def test_urls() -> None:
             parse_url("--server", text)
 
 
-def test_a_host_no_resolver_takes_is_one_line() -> None:
+def test_an_invalid_host_name_is_a_one_line_error() -> None:
     url = f"http://{'a' * 70}.invalid"
     assert failure("generate", "Hi", "--server", url).startswith(f"{url} does not answer: ")
 
@@ -229,13 +229,13 @@ def test_a_model_the_server_lacks(default: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("found", [[], {}, {"data": 3}, {"data": [3]}, {"data": [{"id": ["x"]}]}, {"data": []}])
-def test_a_list_of_models_that_is_none(default: ScriptedServer, found: Any) -> None:
+def test_a_malformed_list_of_models(default: ScriptedServer, found: Any) -> None:
     default.replies["/v1/models"] = [document(found)]
     assert run("generate", "Hi").stdout == "Hi\n"
     assert failure("generate", "Hi", "--server", default.url).startswith(f"{default.url} ")
 
 
-def test_a_server_that_wants_a_key(default: ScriptedServer) -> None:
+def test_a_server_that_needs_a_key(default: ScriptedServer) -> None:
     models = default.replies["/v1/models"]
     default.replies["/v1/models"] = [refusal(401, "no key")]
     assert run("generate", "Hi").stdout == "Hi\n"
@@ -266,7 +266,7 @@ def health(status: str) -> Reply:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_one_that_still_loads_is_waited_for(
+def test_a_loading_server_is_waited_for(
     default: ScriptedServer, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     monkeypatch.setattr(server_client, "POLL_S", 0)
@@ -275,7 +275,7 @@ def test_one_that_still_loads_is_waited_for(
     assert (outcome.stdout, outcome.stderr) == (f"{PARIS}\n", f"[{default.url} is loading: waiting for it]\n")
 
 
-def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_gets_ready_is_an_error(default: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "POLL_S", 0)
     monkeypatch.setattr(server_client, "WAIT_S", 0)
     default.replies["/health"] = [health("loading")]
@@ -284,7 +284,7 @@ def test_but_not_for_ever(default: ScriptedServer, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("status", ["draining", "stuck", "\x1b[2J"])
-def test_one_that_takes_no_requests(default: ScriptedServer, status: str) -> None:
+def test_a_server_that_accepts_no_requests(default: ScriptedServer, status: str) -> None:
     default.replies["/health"] = [health(status)]
     shown = status.replace("\x1b", " ")
     message = f"{default.url} is {shown} and accepts no requests"
@@ -344,13 +344,13 @@ def test_names_that_differ_in_the_api() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("json_schema", "guided_json"), ("regex", "guided_regex"), ("lark", "guided_grammar")]
 )
-def test_a_grammar_is_sent_in_the_words_of_the_api(kind: str, name: str) -> None:
+def test_a_grammar_is_sent_in_the_field_of_its_kind(kind: str, name: str) -> None:
     grammar = Grammar(GrammarKind(kind), "{}")
     assert request_body("m", "Once", GenerationParams(grammar=grammar))[name] == "{}"
 
 
 def test_a_schema_is_sent_as_it_was_given() -> None:
-    """The server rewrites it in the compiler's words, and would not read those."""
+    """The server rewrites schemas for the compiler and would refuse a rewritten one."""
     schema = {"type": "string", "pattern": "^.$"}
     body = request_body("m", "Once", GenerationParams(grammar=json_schema_grammar(schema)))
     assert json.loads(body["guided_json"]) == schema
@@ -416,10 +416,10 @@ def test_logprobs_of_a_raw_prompt(server: ScriptedServer) -> None:
         {"text": " a", "logprob": -1.0, "top": [{"text": " a", "logprob": -1.0}]},
         {"text": " b", "logprob": -2.0},
     ]
-    assert "stop" not in found  # the server did not say whether a stop string ended it
+    assert "stop" not in found  # not known: the server sent no stop_reason
 
 
-def test_a_server_that_sends_no_bill(server: ScriptedServer) -> None:
+def test_a_server_that_sends_no_usage(server: ScriptedServer) -> None:
     server.answers(stream(chunk(choice("Hi", 0, "stop")), DONE))
     found = json.loads(run("generate", "Hi", "--json", "--server", server.url).stdout)
     assert (found["text"], found["usage"], found["cache"]) == ("Hi", None, None)
@@ -520,7 +520,7 @@ def test_nothing_heavy_is_imported(server: ScriptedServer) -> None:
 # Leaving
 
 
-def test_a_reader_that_goes_away_ends_the_answer_on_the_server(server: ScriptedServer) -> None:
+def test_a_closed_stdout_cancels_the_request(server: ScriptedServer) -> None:
     server.answers(endless("word"))
     command = [sys.executable, "-m", "quire", "generate", "Count.", "--server", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -530,7 +530,7 @@ def test_a_reader_that_goes_away_ends_the_answer_on_the_server(server: ScriptedS
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(LIMIT_S) == 1
-    assert server.was_left.wait(LIMIT_S)
+    assert server.was_closed.wait(LIMIT_S)
 
 
 def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
@@ -545,10 +545,10 @@ def test_ctrl_c_keeps_what_was_printed(server: ScriptedServer) -> None:
         assert process.stderr.read() == ""
         assert process.wait(LIMIT_S) == 130
     assert (first + rest).endswith("\n")
-    assert server.was_left.wait(LIMIT_S)
+    assert server.was_closed.wait(LIMIT_S)
 
 
-def test_ctrl_c_stops_the_answer_on_the_server_and_the_talk_goes_on(server: ScriptedServer) -> None:
+def test_ctrl_c_cancels_the_answer_and_the_chat_continues(server: ScriptedServer) -> None:
     server.answers(endless("word"), said(PARIS))
     terminal = Terminal("chat", env={"QUIRE_SERVER": server.url})
     try:
@@ -557,7 +557,7 @@ def test_ctrl_c_stops_the_answer_on_the_server_and_the_talk_goes_on(server: Scri
         at = terminal.wait_for("word7 ", after=at)
         terminal.type("\x03")
         at = terminal.wait_for("[stopped]\r\n> ", after=at)
-        assert server.was_left.wait(LIMIT_S)
+        assert server.was_closed.wait(LIMIT_S)
         terminal.type("And France?\n")
         at = terminal.wait_for(f"{PARIS}\r\n> ", after=at)
         terminal.type("\x04")
@@ -590,7 +590,7 @@ def talk(server: ScriptedServer, *lines: str, options: tuple[str, ...] = ()) -> 
     return outcome
 
 
-def test_a_talk_remembers_and_its_commands_work(server: ScriptedServer, tmp_path: Path) -> None:
+def test_a_chat_keeps_the_conversation_and_its_commands_work(server: ScriptedServer, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     server.answers(said("One."), said("Two."), said("Three."))
     lines = ("first", "/set temperature 0.5", "/set stop END", "/system Be brief.", "second", f"/save {file}", "/reset")
@@ -623,13 +623,13 @@ def test_stats_are_the_servers(server: ScriptedServer) -> None:
         (document([1]), "URL sent malformed cache statistics: [1]"),
     ],
 )
-def test_stats_that_are_not_to_be_had(server: ScriptedServer, reply: Reply, why: str) -> None:
+def test_stats_that_the_server_refuses(server: ScriptedServer, reply: Reply, why: str) -> None:
     server.replies["/v1/cache/stats"] = [reply]
     outcome = talk(server, "/stats", "Hi")
     assert f"cache: not known: {why.replace('URL', server.url)}\n{PARIS}\n" in outcome.stdout
 
 
-def test_a_turn_that_fails_leaves_no_trace(server: ScriptedServer) -> None:
+def test_a_failed_turn_is_removed_from_the_conversation(server: ScriptedServer) -> None:
     broken = stream(chunk(choice("Hal")), {"error": {"message": "the worker died"}})
     full = refusal(429, "queue is full", retry_after="2")
     long = refusal(400, "prompt is too long", "messages", "context_length_exceeded")
@@ -645,7 +645,7 @@ def test_a_turn_that_fails_leaves_no_trace(server: ScriptedServer) -> None:
     assert [message["content"] for message in server.posted()[-1]["messages"]] == ["four"]
 
 
-def test_an_answer_cut_short_says_by_what(server: ScriptedServer) -> None:
+def test_the_reason_of_a_cut_answer_is_printed(server: ScriptedServer) -> None:
     server.answers(said("a b", "length"))
     outcome = talk(server, "one", "/set max_tokens 3", "two")
     assert outcome.stderr.splitlines() == [
@@ -658,7 +658,7 @@ def thinking(*thoughts: str) -> list[dict[str, Any]]:
     return [delta(reasoning_content=thought) for thought in thoughts]
 
 
-def test_thoughts_are_shown_dimmed_and_not_sent_back(server: ScriptedServer) -> None:
+def test_reasoning_is_dimmed_and_not_sent_back(server: ScriptedServer) -> None:
     server.answers(stream(*thinking("Hm, \x1b[7m", "a fox."), chunk(choice("A fox.", 0, "stop")), DONE), said("Two."))
     terminal = Terminal("chat", env={"QUIRE_SERVER": server.url, "TERM": "xterm"})
     try:
@@ -677,7 +677,7 @@ def test_thoughts_are_shown_dimmed_and_not_sent_back(server: ScriptedServer) -> 
     assert second["messages"] == [*first["messages"], answer, {"role": "user", "content": "And?"}]
 
 
-def test_thoughts_stay_out_of_a_pipe_and_json_has_them(server: ScriptedServer) -> None:
+def test_reasoning_is_in_json_and_not_in_plain_output(server: ScriptedServer) -> None:
     server.answers(stream(*thinking("Hm, ", "a fox."), chunk(choice("A fox.", 0, "stop")), usage(1, 4), DONE))
     outcome = run("generate", "Who?", "--server", server.url)
     assert (outcome.stdout, outcome.stderr) == ("A fox.\n", "")
@@ -685,7 +685,7 @@ def test_thoughts_stay_out_of_a_pipe_and_json_has_them(server: ScriptedServer) -
     assert (found["text"], found["reasoning"]) == ("A fox.", "Hm, a fox.")
 
 
-def test_an_answer_that_is_no_plain_one_says_what_it_is(server: ScriptedServer) -> None:
+def test_tool_calls_refusals_and_filters_are_reported(server: ScriptedServer) -> None:
     called = [{"index": 0, "id": "a", "type": "function", "function": {"name": "look_up", "arguments": ""}}]
     more = [{"index": 0, "function": {"arguments": "{}"}}]
     server.answers(
@@ -697,9 +697,9 @@ def test_an_answer_that_is_no_plain_one_says_what_it_is(server: ScriptedServer) 
     )
     outcome = talk(server, "one", "two", "three", "four", "five", options=("--max-tokens", "3"))
     assert outcome.stderr.splitlines() == [
-        "[the model called look_up: quire chat has no tools, and the call is forgotten]",
+        "[the model called look_up: quire chat has no tools and ignores the call]",
         "[the model refused: I will  not.]",
-        "[a filter of the server ended the answer]",
+        "[a content filter of the server ended the answer]",
         "[stopped at max_tokens = 3 before it began to answer; /set max_tokens N changes it]",
     ]
     assert [message["content"] for message in server.posted()[-1]["messages"]] == ["three", "It", "five"]

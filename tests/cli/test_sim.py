@@ -1,4 +1,4 @@
-"""The command as a person runs it."""
+"""`quire sim`, and `quire` without a command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_sim_prints_a_table_a_person_can_read() -> None:
     assert outcome.stderr == ""
 
 
-def test_sim_says_what_was_not_answered_in_full(tmp_path: Path) -> None:
+def test_sim_reports_requests_without_a_complete_answer(tmp_path: Path) -> None:
     lines = [
         {"arrival_s": 0, "prompt_tokens": 100, "output_tokens": 5000},
         {"arrival_s": 0, "prompt_tokens": 9000, "output_tokens": 5},
@@ -77,7 +77,7 @@ def test_sim_draws(tmp_path: Path, name: str, magic: bytes) -> None:
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 
-def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+def test_plot_without_matplotlib_names_the_package(tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None; sys.modules['matplotlib.figure'] = None\n"
         "from quire.cli.main import run; run()"
@@ -87,7 +87,7 @@ def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     assert outcome.returncode == 2
     how = f"{sys.executable} -m pip install matplotlib"
     assert outcome.stderr == f"quire: --plot needs matplotlib, which is not installed: {how}\n"
-    assert outcome.stdout == ""  # said before the run
+    assert outcome.stdout == ""  # refused before the run
 
 
 BAD: list[tuple[list[str], str]] = [
