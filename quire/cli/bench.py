@@ -241,10 +241,10 @@ def _cpu_name() -> str:
     """The name of the CPU: from lscpu on Linux on ARM, from sysctl on a Mac."""
     for command, label in ((("lscpu",), "Model name:"), (("sysctl", "-n", "machdep.cpu.brand_string"), "")):
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             continue
-        for line in told.splitlines():
+        for line in output.splitlines():
             if line.strip().startswith(label) and (name := line.strip().removeprefix(label).strip()):
                 return name
     return platform.processor() or platform.machine()

@@ -353,18 +353,18 @@ def _table(machine: Machine, reports: Sequence[SimReport]) -> Table:
 
 def _remarks(report: SimReport) -> Iterator[str]:
     """Requests without a complete answer, which the figures do not include."""
-    said = {
+    texts = {
         Outcome.CUT: "cut at the end of the context: the pool is too small for them",
-        Outcome.LEFT: "not answered in full: the client left (waits and TTFT count those who got that far)",
+        Outcome.LEFT: "not answered in full: the client left (waits and TTFT include those that were admitted)",
         Outcome.TOO_LONG: "refused: too long for the pool",
         Outcome.QUEUE_FULL: "refused: the queue was full",
     }
     for priority in Priority:
         outcomes = Counter(record.outcome for record in report.tier(priority))
-        for outcome, words in said.items():
+        for outcome, text in texts.items():
             if outcomes[outcome]:
                 run = f"{report.config.scheduling_policy}, {report.config.num_blocks:,} blocks"
-                yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {words}"
+                yield f"{run}: {outcomes[outcome]:,} of {len(report.tier(priority)):,} {priority.name} {text}"
 
 
 def _seconds(value: float | None) -> str:

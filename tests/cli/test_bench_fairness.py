@@ -137,12 +137,12 @@ def test_a_bench_that_is_interrupted_leaves_no_server(tiny_model: Path, number: 
 
 
 def test_a_stream_gives_every_token_of_every_prompt(client: StreamClient) -> None:
-    news: list[NewTokens] = []
-    Stream(client, client.body(Priority.LOW, SHORT, 3)).read(news.append)
-    assert {one.prompt for one in news} == {0, 1, 2}
+    found: list[NewTokens] = []
+    Stream(client, client.body(Priority.LOW, SHORT, 3)).read(found.append)
+    assert {one.prompt for one in found} == {0, 1, 2}
     for prompt in range(3):
-        assert sum(one.num_tokens for one in news if one.prompt == prompt) == SHORT.output_tokens
-        assert sum(one.is_finished for one in news if one.prompt == prompt) == 1
+        assert sum(one.num_tokens for one in found if one.prompt == prompt) == SHORT.output_tokens
+        assert sum(one.is_finished for one in found if one.prompt == prompt) == 1
 
 
 def test_prompts_and_salts_are_never_the_same(client: StreamClient) -> None:
@@ -159,20 +159,20 @@ def test_a_stream_that_is_cut_ends_without_an_error(client: StreamClient, proces
     stream = Stream(client, client.body(Priority.LOW, Shape(8, 4000)))
     seen: list[NewTokens] = []
 
-    def take(news: NewTokens) -> None:
-        seen.append(news)
+    def take(new: NewTokens) -> None:
+        seen.append(new)
         stream.cut()
 
     stream.read(take)
     assert seen
-    assert not any(news.is_finished for news in seen)
+    assert not any(new.is_finished for new in seen)
     wait_until(lambda: not ServerClient(process.url, None, PATIENT).get("/v1/cache/stats")["num_running"])
 
 
 def test_a_stream_that_was_cut_before_it_began_sends_nothing(client: StreamClient) -> None:
     stream = Stream(client, client.body(Priority.LOW, SHORT))
     stream.cut()
-    stream.read(lambda news: pytest.fail(str(news)))
+    stream.read(lambda new: pytest.fail(str(new)))
 
 
 def test_both_tiers_have_tokens_and_a_load_never_runs_out(client: StreamClient, process: ServerProcess) -> None:

@@ -133,8 +133,8 @@ def test_cpus(text: str, name: str, features: list[str], tmp_path: Path, monkeyp
 def test_paths_do_not_contain_the_user_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setattr(getpass, "getuser", lambda: "alice")
-    told = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
-    assert doctor._anonymous(told) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
+    given = {"a": ["/home/alice/models", "/home/alice", "/scratch/alice/x: broken", "/home/alicex", 3, None]}
+    assert doctor._anonymous(given) == {"a": ["~/models", "~", "/scratch/$USER/x: broken", "/home/alicex", 3, None]}
 
 
 def test_pull_prints_the_path(default_model: Path) -> None:

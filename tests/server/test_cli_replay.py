@@ -113,7 +113,7 @@ def test_a_trace_from_the_servers_own_log(server: Server, tmp_path: Path) -> Non
     saved = tmp_path / "day.jsonl"
     outcome = quire("replay", "--from-log", str(log), "--dry-run", "--save-trace", str(saved), env=NO_SERVER)
     assert outcome.returncode == 0, outcome.stderr
-    assert "they share nothing" in outcome.stderr
+    assert "no prompts share a prefix" in outcome.stderr
     lines = [json.loads(one) for one in saved.read_text().splitlines()]
     assert [one for one in lines if one["priority"] == "LOW" and one["output_tokens"] == 8]
     found = document(replay(server, str(saved), "--max-requests", "2", "--speed", "100", *STEPS, "--json"))
@@ -122,7 +122,7 @@ def test_a_trace_from_the_servers_own_log(server: Server, tmp_path: Path) -> Non
 
 UNPLAYABLE: list[tuple[list[str], str]] = [
     ([], "give one trace, as an argument or with --from-log"),
-    (["t.jsonl", "--from-log", "x.log"], "only one of them"),
+    (["t.jsonl", "--from-log", "x.log"], "give one trace, as an argument or with --from-log"),
     (["nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
     (["bad.jsonl"], "bad.jsonl line 1: field 'output_tokens' = -1"),
     (["t.jsonl", "--speed", "0"], "--speed = 0.0 is not from 0.001 to 1000"),

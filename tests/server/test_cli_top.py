@@ -28,16 +28,16 @@ def server(default_model: Path) -> Iterator[Server]:
 
 
 def test_one_frame_shows_a_request_that_runs(server: Server) -> None:
-    told = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
+    facts = (server.url, MODEL, "in 399 blocks of 32 tokens", "1 running", "waiting 0 high", "hits", "tok/s", "req_")
 
     def is_whole() -> bool:  # a busy server may not have statistics of its worker yet
         outcome = quire("top", "--once", "--server", server.url, "--api-key", KEY, env=NO_SERVER)
         assert (outcome.returncode, outcome.stderr) == (0, "")
         assert max(map(len, outcome.stdout.splitlines())) <= 80
-        return all(words in outcome.stdout for words in told)
+        return all(words in outcome.stdout for words in facts)
 
     with server.begin(LONG, "/v1/completions"):
-        eventually(is_whole, str(told))
+        eventually(is_whole, str(facts))
     server.wait_free()
 
 
