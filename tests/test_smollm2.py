@@ -80,10 +80,10 @@ def chat(text: ModelText, question: str) -> tuple[int, ...]:
     return text.encode_chat(as_chat(question), text.spec.max_model_len)
 
 
-def test_what_its_makers_recommend_is_the_default(text: ModelText) -> None:
-    """The file does not say."""
+def test_sampling_has_defaults_of_its_own(text: ModelText) -> None:
+    """The file has none; those of its makers (top_p = 0.9) answer the README's question wrong in a third of cases."""
     params = GenerationParams().sampling(text.defaults, text.eos_token_ids)
-    assert (params.temperature, params.top_p) == (0.2, 0.9)
+    assert (params.temperature, params.top_p) == (0.2, 0.5)
 
 
 def test_logits_are_those_of_transformers(rig: Rig, text: ModelText, reference: Any) -> None:

@@ -130,7 +130,7 @@ def _piece(delta: Delta, parser: AnswerParser) -> Piece:
 
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:
-        parts += parser.finish()
+        parts += parser.finish(is_cut=delta.finish_reason == "length")
     return Piece(
         index=delta.index,
         text="".join(part.text for part in parts if isinstance(part, Words)),

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -303,11 +303,26 @@ def _why(startup: Startup) -> str:
 
 
 def _audience(config: ServeConfig) -> str:
+    where = "" if config.is_local else f"; on a phone or another machine: {_elsewhere(config)}"
     if config.has_keys:
-        return "those who have a key" + ("" if config.is_local else f"; from other machines {_elsewhere(config)}")
-    return "this machine only, without a key" if config.is_local else "EVERYONE who can reach it, without a key"
+        return f"those who have a key{where}"
+    return "this machine only, without a key" if config.is_local else f"EVERYONE who can reach it, without a key{where}"
 
 
 def _elsewhere(config: ServeConfig) -> str:
-    name = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
+    name = _lan_address() if config.host in ("", "0.0.0.0", "::") else config.host
+    name = f"[{name}]" if ":" in name else name
     return f"http{'' if config.ssl_certfile is None else 's'}://{name}:{config.port}"
+
+
+def _lan_address() -> str:
+    """The IPv4 address other machines of the network can use; the host name where there is none.
+
+    Connecting a UDP socket sends no packet: it only asks the system which of its addresses it would send from.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation
+        address: str = probe.getsockname()[0]
+        if not address.startswith(("127.", "0.")):
+            return address
+    return socket.gethostname()

@@ -25,6 +25,7 @@ from quire.weights.spec import GenerationDefaults, ModelSpec
 
 TAIL_TOKENS = 32  # of a prompt, in which an opened thought is looked for
 MAX_CHARS_PER_TOKEN = 16  # on average: a text with more is too long for any vocabulary, but for pages of blanks
+TOO_LONG_HINT = "shorten it, or serve a model with a longer context"
 
 
 class ModelText:
@@ -67,8 +68,7 @@ class ModelText:
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if len(text) > limit:
             raise ContextTooLong(
-                f"prompt of {len(text)} characters is more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_model_len} tokens of context"
+                f"prompt of {len(text)} characters cannot fit the context of {max_model_len} tokens: {TOO_LONG_HINT}"
             )
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
@@ -86,8 +86,8 @@ class ModelText:
         limit = MAX_CHARS_PER_TOKEN * max_model_len
         if chat.num_chars > limit:
             raise ContextTooLong(
-                f"messages of {chat.num_chars} characters are more than {limit} = {MAX_CHARS_PER_TOKEN} for each of the"
-                f" {max_model_len} tokens of context"
+                f"messages of {chat.num_chars} characters cannot fit the context of {max_model_len} tokens:"
+                f" {TOO_LONG_HINT}"
             )
 
     def request(

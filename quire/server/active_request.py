@@ -151,7 +151,7 @@ class ActiveRequest:
             return []
         template = self._service.text.template
         names = [f"chat_template_kwargs.{name}" for name in template.unknown_args(chat.template_args)]
-        return [*names, "enable_thinking"] if self.request.switches_thinking and template.switch is None else names
+        return [*names, *(one.name for one in self.request.thinking_fields if not template.can_think(one.wants))]
 
     @property
     def pinned_tokens(self) -> int:

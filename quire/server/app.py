@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -72,6 +74,9 @@ from quire.server.protocols.openai.types import (
 from quire.server.request_context import Handler, RequestContext, RequestLimits, answer
 from quire.server.web.docs_page import HEADERS, PAGE
 from quire.server.web.page import page, page_file
+
+_ANTHROPIC_PATH = re.compile(r"(?:/anthropic)?(?:/v1)*/(?:messages|complete)(?:/|$)")  # also what is not served
+PRIVATE_DOMAINS = (".local", ".lan", ".internal", ".home.arpa", ".localdomain")  # of no public DNS
 
 
 class Access(Enum):
@@ -251,7 +256,8 @@ class Gate:
 
     keys: KeyRing
     allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # beside those of this machine; looked at only where there are no keys
+    allowed_hosts: tuple[str, ...] = ()  # in addition to this machine's; checked only where there are no keys
+    is_local: bool = True  # only this machine can reach it; else addresses and private names are allowed too
 
     def check(self, context: RequestContext, access: Access) -> None:
         headers = context.request.headers
@@ -278,9 +284,11 @@ class Gate:
             text = f"requests from pages of {origin!r:.80} are not allowed; see --allowed-origins"
             raise ApiError(Kind.PERMISSION, text, reason="origin")
         name = _split(f"//{host}").hostname or ""
-        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not _is_local(name):
-            text = f"Host = {host!r:.80} is not this machine, and there is no API key"
-            raise ApiError(Kind.PERMISSION, f"{text}; see --api-key and --allowed-hosts", reason="host")
+        is_known = _is_local(name) or (not self.is_local and _is_private(name))
+        if not self.keys and not {"*", name} & {*self.allowed_hosts} and not is_known:
+            text = f"Host = {host!r:.80} is not a name of this machine, and there is no API key: "
+            hint = f"start the server with --allowed-hosts {name:.80}, or with --api-key"
+            raise ApiError(Kind.PERMISSION, text + hint, reason="host")
 
 
 def _split(url: str) -> SplitResult:
@@ -297,6 +305,20 @@ def _is_local(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _is_private(name: str) -> bool:
+    """An address, this machine's own name, or a name that no public DNS server can point here.
+
+    A web page reaches a server behind its visitor's firewall by a public name that it lets point there.
+    """
+    if "." not in name.rstrip(".") or name.endswith(PRIVATE_DOMAINS) or name == socket.gethostname().lower():
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Path:
@@ -330,7 +352,9 @@ class Path:
         """Of the path; some are asked by clients of several protocols."""
         if self._first.dialect is OLLAMA or context.request.scope["path"].startswith("/api/"):
             return OLLAMA
-        return ANTHROPIC if "anthropic-version" in context.request.headers else self._first.dialect
+        is_anthropic = "anthropic-version" in context.request.headers
+        is_anthropic |= _ANTHROPIC_PATH.match(context.request.scope["path"]) is not None
+        return ANTHROPIC if is_anthropic else self._first.dialect
 
     def _pass(self, endpoint: Endpoint | None) -> Handler:
         async def handle(context: RequestContext) -> Response:

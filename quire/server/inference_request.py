@@ -35,6 +35,14 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingField:
+    """A field of a body that says whether to think, or how much."""
+
+    name: str
+    wants: bool | None  # True: think; False: do not; None: how much
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """One HTTP request to generate, in the engine's terms."""
 
@@ -49,7 +57,7 @@ class InferenceRequest:
     cache_ttl_s: float = 300.0
     breakpoints: tuple[Breakpoint, ...] = ()
     wants_cache: bool = False  # show what the cache gave, and why not more
-    switches_thinking: bool = False  # by a field `enable_thinking`, which a template may not know
+    thinking_fields: tuple[ThinkingField, ...] = ()  # named in x-quire-ignored-fields where the model cannot do it
     ignored: tuple[str, ...] = ()  # what the client sent and has no effect: named in x-quire-ignored-fields
     unenforced: tuple[str, ...] = ()  # schema keywords the answer is not held to: named in x-quire-unenforced
 

@@ -53,7 +53,8 @@ def run(config: ServeConfig, *, on_ready: OnReady, on_loading: Progress | None =
     gate = Gate(
         make_keyring(config.api_key, config.admin_api_key, config.api_keys_file, is_shared=config.share_prefix_cache),
         config.allowed_origins,
-        config.allowed_hosts if config.is_local else ("*",),
+        tuple(name.lower() for name in config.allowed_hosts),
+        is_local=config.is_local,
     )
     sockets = bind(config.host, config.port)
     config = replace(config, port=sockets[0].getsockname()[1])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.core.request import Priority
-from quire.engine.model_text import ModelText
+from quire.engine.model_text import TOO_LONG_HINT, ModelText
 from quire.engine.params import GenerationParams, GenerationRequest, PinPrefix
 from quire.engine.worker.client import EngineClient
 from quire.engine.worker.generation import Generation
@@ -220,8 +220,8 @@ class ModelService:
     ) -> GenerationRequest:
         tokens = await self.encode(prompt)
         if len(tokens) >= self.max_model_len:
-            text = f"prompt of {len(tokens)} tokens and one to generate do not fit"
-            raise ContextTooLong(f"{text}: this model's maximum context length is {self.max_model_len} tokens")
+            limit = f"this model's maximum context length is {self.max_model_len} tokens, the answer included"
+            raise ContextTooLong(f"prompt of {len(tokens)} tokens does not fit: {limit}; {TOO_LONG_HINT}")
         chat = prompt if isinstance(prompt, ChatRequest) else None
         params = self._bounded(request)
         built = self.text.request(tokens, params, priority=priority, salt=salt, tenant=owner, chat=chat)

@@ -326,8 +326,8 @@ class Models:
         return max(model.max_model_len or 0 for model in self._models)
 
     def find(self, name: str | None) -> Model:
-        """None: the default, which is the first."""
-        if name is None:
+        """None or an empty name: the default, which is the first."""
+        if not name:
             return self.default
         if (model := self._by_name.get(name)) is None:
             text = f"model = {name!r:.200} is not served here; this server has {', '.join(self._by_name)}"

@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ MIB = 1 << 20
 SPOKEN = ("messages", "prompt", "system", "input", "instructions", "tools")
 DISCARD_S = 2.0
 MAX_DISCARDED_BYTES = 64 * MIB
+_TOOL = re.compile(r"tools\[\d+\](?:\.tools\[\d+\])*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`(?: - at `\$(?P<path>[^`]*)`)?$")
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
@@ -88,6 +89,7 @@ class RequestContext:
         self._opening: asyncio.Future[ActiveRequest] | None = None
         self._active: ActiveRequest | None = None
         self.model = models.default  # whose figures it counts in
+        self._unknown: dict[str, list[str]] = {}  # fields of the body
         self._held: list[Model] = []  # kept loaded until it is over
 
     @property
@@ -156,9 +158,25 @@ class RequestContext:
         return b"".join(chunks)
 
     def _note_unknown(self, data: bytes, kind: type[msgspec.Struct]) -> None:
-        unknown = unknown_fields(msgspec.json.decode(data), kind)
-        for name in self.note(IGNORED, unknown):
+        self._unknown = unknown_fields(msgspec.json.decode(data), kind)
+        for name in [_printable(name) for name in self._unknown][:MAX_NAMED_FIELDS]:
             say_once(f"{self.endpoint} {name}", f"{self.endpoint}: the field {name} is not known and was ignored")
+        self.note(IGNORED, (places[0] for places in self._unknown.values()))
+
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """Name what has no effect. Unknown fields of a tool that is left out as a whole are not named as well."""
+        left_out = {found[0] for name in names if (found := _TOOL.match(name)) is not None}
+        named = self.headers.get(IGNORED, "").split(", ")
+        for places in self._unknown.values() if left_out else ():
+            kept = [one for one in places if (found := _TOOL.match(one)) is None or found[0] not in left_out]
+            first = _printable(places[0])
+            if kept[:1] != places[:1] and first in named:
+                named[named.index(first)] = _printable(kept[0]) if kept else ""
+        if left := [name for name in named if name]:
+            self.headers[IGNORED] = ", ".join(left)
+        else:
+            self.headers.pop(IGNORED, None)
+        self.note(IGNORED, names)
 
     def note(self, header: str, names: Iterable[str]) -> list[str]:
         """Add names to a header of the answer: what the client sent and does not get. Returns those that fit.
@@ -166,7 +184,7 @@ class RequestContext:
         Where there are more, the last is `...`.
         """
         before = [name for name in self.headers.get(header, "").split(", ") if name]
-        found = [re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS] for name in names]
+        found = [_printable(name) for name in names]
         new = [name for name in dict.fromkeys(found) if name not in before]
         room = max(0, MAX_NAMED_FIELDS - len(before))
         if new:
@@ -182,7 +200,7 @@ class RequestContext:
     async def open(self, request: InferenceRequest) -> ActiveRequest:
         """Hand the ask to the model it names, unless the client leaves first."""
         self.model = self.models.find(request.model)
-        self.note(IGNORED, request.ignored)
+        self.note_ignored(request.ignored)
         self.note(UNENFORCED, request.unenforced)
         self._opening = opening = asyncio.ensure_future(self.models.open(request, self))
         gone = self._gone
@@ -314,6 +332,10 @@ async def _refuse(context: RequestContext, error: ApiError) -> Response:
     if context.has_body and error.kind is not Kind.TIMEOUT:
         await context.discard()
     return context.error(error)
+
+
+def _printable(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.$\[\]/-]", "?", name)[:MAX_NAME_CHARS]
 
 
 def _announces_body(headers: Mapping[str, str]) -> bool:

@@ -36,8 +36,11 @@ class AnswerParser(Protocol):
 
     def push(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]:
-        """The answer is over. What cannot be read as a call comes back as words, never as an error."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """The answer is over. What cannot be read as a call comes back as words, never as an error.
+
+        `is_cut`: its length limit ended it. The beginning of a call is then left out: it is not text of the answer.
+        """
 
 
 class PlainAnswer:
@@ -48,5 +51,6 @@ class PlainAnswer:
     def push(self, text: str) -> list[Piece]:
         return [Words(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
         return []

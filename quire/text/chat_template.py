@@ -83,6 +83,12 @@ class ChatTemplate:
         known = self._variables()
         return next((name for name in SWITCHES if name in known), None)
 
+    def can_think(self, wants: bool | None) -> bool:
+        """Whether a wish has an effect, or holds anyway. True: think; False: do not; None: an effort."""
+        if wants is None:
+            return "reasoning_effort" in self._variables()
+        return self.switch is not None or (self.reasoning is not None) == wants
+
     def unknown_args(self, args: Iterable[str]) -> list[str]:
         """Those the template does not mention: they have no effect."""
         names = list(args)

@@ -85,14 +85,14 @@ class ThoughtParser:
                 return self._answer.push(held)
         return self._grow()
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         held, self._held = self._held, ""
         if self._is_over:
-            return self._answer.finish()
+            return self._answer.finish(is_cut=is_cut)
         self._is_over = True
         if self._is_open:  # cut off in the middle of it
-            return [*self._thought(held.rstrip()), *self._answer.finish()]
-        return [*self._answer.push(held), *self._answer.finish()]
+            return [*self._thought(held.rstrip()), *self._answer.finish(is_cut=is_cut)]
+        return [*self._answer.push(held), *self._answer.finish(is_cut=is_cut)]
 
     def _grow(self) -> list[Piece]:
         at = self._held.find(self._format.closing)

@@ -95,8 +95,8 @@ class CallParser:
     """Reads words and calls. White space around calls is nobody's, and dropped.
 
     What begins like a call and is none comes back as words: JSON of another shape, a name that no tool has. Once a
-    call's name was given out it stays one, however its arguments end. A call that was cut off before its name is words
-    too, unless it follows others: then it is left out.
+    call's name was given out it stays one, however its arguments end. A call that ends before its name is words too,
+    unless it follows others, or a length limit cut it behind its marker: then it is left out.
 
     A call that repeats the one right before it, name and arguments, ends the turn: small models go on like that for
     ever. So a second call of the same tool is held back until its arguments differ from the first one's. If the answer
@@ -127,10 +127,12 @@ class CallParser:
             pass
         return _joined(pieces)
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         pieces: list[Piece] = []
         if self.is_over:
             return pieces
+        if is_cut:
+            self._drop_beginning()
         while self._state in (_State.OPENED, _State.CALL) and self._raw and not self._num_calls:
             self._give_up(pieces)
             while self._step(pieces):
@@ -143,6 +145,17 @@ class CallParser:
             if self._blank and not self._is_after_call:
                 pieces.append(Words(self._blank))
         return _joined(pieces)
+
+    def _drop_beginning(self) -> None:
+        """Of a call that was cut before its name: half of its marker, or the marker and what follows it.
+
+        A call without a marker is kept: it may as well be JSON that was asked for.
+        """
+        opening = self._format.opening
+        if self._state is _State.WORDS:
+            self._rest = self._rest[: len(self._rest) - num_held(self._rest, opening)]
+        elif self._raw and self._raw[0] == opening:
+            self._raw, self._rest, self._state = [], "", _State.WORDS
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Reads on; False: more text is needed."""

@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from quire.backends.base import Capacity, RunnerFacts
 from quire.backends.kv_memory import CPU_CAP, CPU_SHARE
 from quire.cli.options import MemoryOption
-from quire.cli.serve import announce
+from quire.cli.serve import _lan_address, announce
 from quire.cli.serve_models import read_file
 from quire.engine.composition import EngineConfig
 from quire.engine.worker.protocol import Ready
@@ -185,6 +186,52 @@ def test_the_start_prints_the_reason_for_the_cache_size(
     ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, facts, {})
     announce(Startup(config, "model", ready, {"all": 1.0}, memory))
     assert f"KV cache 3.0 GiB: 32,000 tokens in 1,000 blocks of 32 ({why})\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "open to    this machine only, without a key"),
+        ({"api_key": ("sk-12345678",)}, "open to    those who have a key"),
+        (
+            {"host": "0.0.0.0", "insecure": True, "port": 8001},
+            "open to    EVERYONE who can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
+        ),
+        (
+            {"host": "0.0.0.0", "api_key": ("sk-12345678",)},
+            "open to    those who have a key; on a phone or another machine: http://192.0.2.7:8000",
+        ),
+        (
+            {"host": "10.1.2.3", "insecure": True},
+            "open to    EVERYONE who can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
+        ),
+    ],
+)
+def test_the_start_says_from_where_it_can_be_reached(
+    settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.serve._lan_address", lambda: "192.0.2.7")
+    config = ServeConfig(models=(ModelConfig(Path("model"), ("model",)),), **settings)
+    ready = Ready(Capacity(1001, 32, 8, 2048, 100), 2048, RunnerFacts("native", "cpu", "int8", 2), {})
+    announce(Startup(config, "model", ready, {"all": 1.0}))
+    assert f"  {line}\n" in capsys.readouterr().out
+
+
+class _NoRoute:
+    """A socket of a machine without a network."""
+
+    def __init__(self, *_: object) -> None: ...
+    def __enter__(self) -> _NoRoute:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def connect(self, _address: object) -> None:
+        raise OSError("Network is unreachable")
+
+
+def test_without_a_network_the_host_name_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.serve.socket.socket", _NoRoute)
+    assert _lan_address() == socket.gethostname()
 
 
 def test_the_default_pool_is_documented_where_it_is_met() -> None:

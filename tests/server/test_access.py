@@ -270,6 +270,38 @@ def test_all_addresses_with_a_key_are_fine(tiny_model: Path) -> None:
         assert server.get("/v1/models", headers={"x-api-key": ALICE, "host": "box.example"}).status == 200
 
 
+def test_all_addresses_without_a_key_answer_to_addresses_and_private_names(tiny_model: Path) -> None:
+    options = ("--host", "0.0.0.0", "--insecure", "--allowed-hosts", "Box.example")
+    name = socket.gethostname()
+    with serving(str(tiny_model), *FAKE, *options) as server:
+        good = (
+            "127.0.0.1",
+            "192.168.1.7:8000",
+            "[fe80::1]:8000",
+            name,
+            f"{name}:80",
+            "box",
+            "box.local",
+            "BOX.example:1",
+        )
+        for host in good:
+            for path in ("/docs", "/openapi.json", "/", "/v1/models"):
+                assert server.get(path, headers={"host": host}).status == 200, (host, path)
+        for host in ("evil.example", "192.168.1.7.evil.example", "box.local.evil.example", "localhost.evil.example"):
+            answer = server.get("/v1/models", headers={"host": host})
+            assert refused(answer, 403), host
+            hint = f"start the server with --allowed-hosts {host}, or with --api-key"
+            assert hint in answer.json["error"]["message"]
+        assert server.get("/v1/models", headers={"host": "box", "origin": "http://evil.example"}).status == 403
+
+
+def test_a_keyless_server_shows_its_endpoints_without_a_key(open_server: Server) -> None:
+    page = open_server.get("/docs").body.decode()
+    assert '<a href="./">' in page  # back to the page of the server
+    assert 'id="form" class="row" hidden' in page  # the key is asked for when the server wants one
+    assert open_server.get("/openapi.json").status == 200
+
+
 # Tenants
 
 

@@ -236,6 +236,17 @@ ASKED: dict[str, tuple[Any, str]] = {
     "fallback_credit_token": ("t", "fallback_credit_token"),
     "inference_geo": ("eu", "inference_geo"),
     "speed": ("fast", "speed"),
+    "format": ("json", "format"),
+    "response_format": ({"type": "json_object"}, "response_format.type"),
+    "structured_outputs": ({"json": {}, "regex": "a"}, "structured_outputs.regex"),
+    "json_schema": ({"type": "object"}, "json_schema.type"),
+    "regex": ("a", "regex"),
+    "grammar": ('root ::= "a"', "grammar"),
+    "ebnf": ('root ::= "a"', "ebnf"),
+    "guided_json": ("{}", "guided_json"),
+    "guided_regex": ("a", "guided_regex"),
+    "guided_choice": (["a"], "guided_choice"),
+    "guided_grammar": ("a", "guided_grammar"),
 }
 
 
@@ -261,6 +272,7 @@ NOTHING: tuple[Any, ...] = ([], {}, "", None)
         {"output_config": {"format": None, "effort": None}},
         {"diagnostics": {"previous_message_id": None}},
         {"speed": "standard"},
+        {"response_format": {"type": "text"}},
         {"inference_geo": "global"},
     ],
 )
@@ -326,11 +338,11 @@ def test_tools_that_a_server_runs_are_left_out_and_named() -> None:
     ask = parse(tools=[SEARCH, WEATHER])
     assert [tool.name for tool in chat_of(ask).tools] == ["get_weather"]
     assert chat_of(ask).tools[0].schema_path == "tools.1.input_schema"
-    assert ask.ignored == ("tools.0.web_search_20250305",)
+    assert ask.ignored == ("tools[0].web_search_20250305",)
 
 
 def test_a_server_s_tool_needs_no_name() -> None:
-    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools.0.mcp_toolset",)
+    assert parse(tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}]).ignored == ("tools[0].mcp_toolset",)
     with pytest.raises(ApiError, match=r"tools\.0\.name is missing"):
         parse(tools=[{"description": "x"}])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,48 @@ def test_each_protocol_is_told_in_its_own_words(server: Server) -> None:
     assert ollama.status == 404
     assert "no embeddings" in ollama.json["error"]
     assert "/docs" in server.get("/api/nothing").json["error"]
+
+
+def test_what_a_newcomer_typed(server: Server) -> None:
+    listed = server.get("/v1/models/")
+    assert listed.status == 404
+    assert listed.json["error"]["message"] == "there is nothing at '/v1/models/'; did you mean GET /v1/models?"
+    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items", "/v1/chat/completions/chatcmpl-1"):
+        assert "it is not served: nothing is stored here" in server.get(path).json["error"]["message"]
+    batches = server.post("/v1/messages/batches", {})
+    assert batches.json["type"] == "error"
+    assert "nothing is stored here" in batches.json["error"]["message"]
+    hi = [{"role": "user", "content": "Hi"}]
+    for path, more in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 1}), ("/api/chat", {})):
+        body = {"model": "", "messages": hi, "stream": False, "options": {"num_predict": 1}}
+        assert server.post(path, body | more).status == 200, path
+
+
+def test_a_model_of_anthropics_is_found_where_it_is_answered(server: Server) -> None:
+    found = server.get("/v1/models/claude-sonnet-4-5", headers={"anthropic-version": "2023-06-01"})
+    assert (found.status, found.json["id"], found.json["alias_of"]) == (200, "claude-sonnet-4-5", "tiny")
+    other = server.get("/v1/models/claude-sonnet-4-5")
+    assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
+    assert other.json["error"]["message"].endswith("is not served here; /v1/messages answers to it with tiny")
+
+
+def test_a_limit_that_is_none_names_the_way_to_have_none(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": -2}
+    message = server.post("/v1/chat/completions", body).json["error"]["message"]
+    assert message == "max_tokens = -2 is not at least 1, or -1 for no limit"
+
+
+def test_a_prompt_that_is_too_long_says_what_to_do(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 5000}]}
+    message = server.post("/v1/chat/completions", body).json["error"]["message"]
+    assert re.fullmatch(
+        r"messages of \d+ tokens does not fit: this model's maximum context length is 4096 tokens, the answer included;"
+        r" shorten it, or serve a model with a longer context",
+        message,
+    ), message
+    body = {"messages": [{"role": "user", "content": "word " * 50000}]}
+    message = server.post("/v1/chat/completions", body).json["error"]["message"]
+    assert "250000 characters cannot fit the context of 4096 tokens: shorten it, or serve a model" in message
 
 
 def test_another_method_is_named(server: Server) -> None:

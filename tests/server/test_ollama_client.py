@@ -213,7 +213,7 @@ def test_list_show_and_ps(client: Client) -> None:
     assert shown.template is not None
     assert "<|im_start|>" in shown.template
     assert shown.parameters is not None
-    assert shown.parameters.split() == ["temperature", "0.2", "top_p", "0.9"]
+    assert shown.parameters.split() == ["temperature", "0.2", "top_p", "0.5"]
     (running,) = client.ps().models
     assert (running.model, running.context_length) == (DEFAULT_MODEL, 8192)
     assert (running.size or 0) > (listed.size or 0) / 2

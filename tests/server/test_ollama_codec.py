@@ -237,6 +237,14 @@ def test_what_generate_refuses(name: str) -> None:
         generate_ask(context=[-1])
 
 
+@pytest.mark.parametrize("ask", [chat_ask, generate_ask])
+def test_fields_that_ask_for_a_shape_elsewhere_name_the_one_here(ask: Callable[..., Any]) -> None:
+    for name in ("structured_outputs", "response_format", "grammar", "guided_json", "regex"):
+        with pytest.raises(ApiError, match=f"^{name} is not supported: format says here what the answer must look"):
+            ask(**{name: {"type": "json_object"} if name == "response_format" else "x"})
+    ask(response_format={"type": "text"}, grammar="", structured_outputs=None)
+
+
 def test_tables_name_fields_that_exist() -> None:
     assert set(OllamaOptions.__struct_fields__) >= set(IGNORED_OPTIONS)
     ours = {field.name for field in GenerationParams.__dataclass_fields__.values()}
@@ -264,10 +272,10 @@ def test_a_keep_alive_that_is_none(given: str) -> None:
 
 def test_a_model_is_found_with_the_default_tag_and_without() -> None:
     names = {"small": 1, "org/name:Q4": 2, "odd:latest": 3}
-    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get))
-    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3}
+    models = cast(Models, SimpleNamespace(names=tuple(names), find=names.get, default=1))
+    expected = {"small": 1, "small:latest": 1, "org/name:Q4": 2, "odd:latest": 3, "": 1}
     assert {name: cast(Any, find_model(models, name)) for name in expected} == expected
-    for name in ("large", "small:8b", "", ":latest"):
+    for name in ("large", "small:8b", ":latest"):
         with pytest.raises(ApiError, match=f"^model '{name}' not found; this server has small, ") as info:
             find_model(models, name)
         assert OLLAMA.status(info.value) == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,8 +139,30 @@ def test_sampling_fields(field: str, value: Any, ours: str, expected: Any) -> No
     assert getattr(completion(**{field: value}).params, ours) == expected
 
 
-def test_chat_max_completion_tokens_goes_before_max_tokens() -> None:
-    assert chat(max_tokens=5, max_completion_tokens=9).params.max_tokens == 9
+def test_two_fields_for_one_thing_must_agree() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=9, n_predict=9).params.max_tokens == 9
+    assert chat(repeat_penalty=1.1, repetition_penalty=1.1).params.repetition_penalty == 1.1
+    for fields, message in (
+        ({"max_tokens": 5, "max_completion_tokens": 9}, "max_completion_tokens = 9 and max_tokens = 5 contradict"),
+        ({"max_tokens": 5, "n_predict": -1}, "max_tokens = 5 and n_predict = -1 contradict each other: send one"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repetition_penalty = 1.2 and repeat_penalty = 1.1"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
+            chat(**fields)
+    with pytest.raises(InvalidRequest, match="max_tokens = 5 and n_predict = 6 contradict"):
+        completion(max_tokens=5, n_predict=6)
+
+
+def test_repeat_last_n_of_0_switches_penalties_off() -> None:
+    given = {"repeat_penalty": 1.3, "presence_penalty": 1, "frequency_penalty": 1}
+    off = chat(**given, repeat_last_n=0)
+    assert (off.params, off.ignored) == (GenerationParams(repetition_penalty=1.0), ())
+    assert chat(**given, repeat_last_n=-1) == chat(**given)  # the whole context, as always
+    on = chat(**given, repeat_last_n=64)
+    assert (on.params, on.ignored) == (chat(**given).params, ("repeat_last_n",))
+
+
+def test_completions_have_a_limit_of_their_own() -> None:
     assert completion(min_tokens=40).params.max_tokens == 40  # the default does not contradict what was asked
 
 

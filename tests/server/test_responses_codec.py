@@ -81,7 +81,6 @@ def test_what_is_asked_of_the_engine() -> None:
         temperature=0.5,
         top_p=0.9,
         max_output_tokens=7,
-        max_tokens=9,
         service_tier="flex",
         prompt_cache_key="doc",
         prompt_cache_retention="24h",
@@ -343,6 +342,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens = 0 is not", "max_output_tokens"),
     ({"top_logprobs": 21}, "top_logprobs = 21 is not", "top_logprobs"),
     ({"temperature": -1}, "temperature = -1.0 is not", "temperature"),
+    (
+        {"max_output_tokens": 7, "max_tokens": 9},
+        "max_output_tokens = 7 and max_tokens = 9 contradict each other",
+        "max_output_tokens",
+    ),
+    (
+        {
+            "tools": [{"type": "namespace", "name": "ns", "tools": [F]}],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+        'tool_choice.name = \'f\' is in a namespace: add "namespace": "ns" to tool_choice',
+        "tool_choice.name",
+    ),
     ({"temperature": 3}, "temperature = 3.0 is not at least 0 and at most 2", "temperature"),
     (
         {"tools": [{**GROUP, "tools": [F, F]}]},
@@ -429,7 +441,8 @@ class Script:
     def push(self, text: str) -> list[Piece]:
         return self._meanings.get(text, [Words(text)] if text else [])
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        del is_cut
         return self._meanings.get("end", [])
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,55 @@ def test_unknown_fields_are_named_at_any_depth(server: Server) -> None:
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 200
     names = set(answer.headers["x-quire-ignored-fields"].split(", "))
-    assert names == {"messages[].content[].cache_control", "messages[].mood", "stream_options.speed", "b?d?name"}
+    assert names == {"messages[0].content[0].cache_control", "messages[1].mood", "stream_options.speed", "b?d?name"}
+
+
+def test_fields_of_a_tool_that_is_left_out_are_not_named(server: Server) -> None:
+    function = {"type": "function", "function": {"name": "f"}, "cost": 1}
+    search = {"type": "web_search", "max_uses": 3, "cost": 1}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "mood": 1}
+    answer = server.post("/v1/chat/completions", {**body, "tools": [search, function]})
+    assert answer.headers["x-quire-ignored-fields"] == "mood, tools[1].cost, tools[0].web_search"
+    body |= {"model": "tiny", "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        named = server.post(path, body).headers["x-quire-ignored-fields"].split(", ")
+        assert "tools[0].web_search_20250305" in named
+        assert "tools[0].max_uses" not in named
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "none", "enable_thinking": False, "thinking_budget": 0}, None),
+        ("/v1/chat/completions", {"enable_thinking": True}, "enable_thinking"),
+        ("/v1/chat/completions", {"thinking_budget": 512}, "thinking_budget"),
+        ("/v1/chat/completions", {"thinking_budget": -1}, None),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/responses", {"reasoning": {"effort": "none"}}, None),
+        ("/v1/messages", {"thinking": {"type": "adaptive"}}, "thinking"),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.budget_tokens, thinking",
+        ),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}, None),
+        ("/v1/messages", {"output_config": {"effort": "high"}}, "output_config.effort"),
+        ("/api/chat", {"think": True}, "think"),
+        ("/api/chat", {"think": "high"}, "think"),
+        ("/api/chat", {"think": False}, None),
+    ],
+)
+def test_thinking_of_a_model_that_does_not_think_is_named(
+    server: Server, path: str, fields: dict[str, Any], named: str | None
+) -> None:
+    """In every protocol; a request not to think asks for nothing."""
+    prompt = {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+    limit: dict[str, Any] = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    limit = {"options": {"num_predict": 1}} if path == "/api/chat" else limit
+    answer = server.post(path, {"model": "tiny", **prompt, **limit, **fields})
+    assert answer.status == 200, answer.body
+    assert answer.headers.get("x-quire-ignored-fields") == named
 
 
 def test_what_a_template_does_not_know_is_named(server: Server) -> None:

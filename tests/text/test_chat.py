@@ -249,6 +249,7 @@ def test_arguments_the_template_knows(gguf_tokenizer: Tokenizer) -> None:
     unknown = ChatRequest(CONVERSATIONS[0], template_args={"enable_thinkin": False})
     assert template.render(unknown) == template.render(ChatRequest(CONVERSATIONS[0]))
     assert template.unknown_args({"enable_thinkin": False, "enable_thinking": False}) == ["enable_thinkin"]
+    assert [template.can_think(wants) for wants in (True, False, None)] == [True, True, False]  # it knows no effort
     for name in ("__class__", "range", "raise_exception", "n" * 10**6):
         hostile = ChatRequest(CONVERSATIONS[0], template_args={name: "x"})
         assert template.render(hostile) == template.render(ChatRequest(CONVERSATIONS[0]))

@@ -261,6 +261,31 @@ def test_arguments_come_as_they_grow() -> None:
     assert parser.push("_call>\n") == parser.finish() == []
 
 
+CUT: list[tuple[str, str, list[Plain]]] = [
+    ("hermes", "<tool", []),
+    ("hermes", "I look.\n<tool_call>\n{", [("words", "I look.\n")]),
+    ("hermes", '<tool_call>\n{"na', []),
+    ("hermes", "1 < 2 and <", [("words", "1 < 2 and ")]),
+    ("hermes", "a <b", [("words", "a <b")]),
+    ("hermes", '<tool_call>\n{"name": "get", "argu', []),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {"a', [("call", "0", "get"), ("arguments", "0", '{"a')]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "pieces"), CUT)
+def test_half_of_a_marker_at_a_length_cut_is_not_text(format: str, text: str, pieces: list[Plain]) -> None:
+    for texts in ((text,), tuple(text)):
+        parser = CallParser(FORMATS[format], ("get",))
+        found = [piece for part in texts for piece in parser.push(part)]
+        assert merged([*found, *parser.finish(is_cut=True)]) == pieces
+
+
+def test_json_without_a_marker_is_kept_at_a_length_cut() -> None:
+    bare = next(one for one in FORMATS.values() if one.may_be_bare)
+    parser = CallParser(bare, ("get",))
+    assert merged([*parser.push('{"city": "Os'), *parser.finish(is_cut=True)]) == [("words", '{"city": "Os')]
+
+
 def called(arguments: str, name: str = "get") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
 

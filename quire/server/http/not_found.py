@@ -55,6 +55,10 @@ UNSERVED = {
 }
 
 
+# The same of paths below those that are served.
+UNSERVED_BELOW = {"responses": _NO_STORE, "chat/completions": _NO_STORE}
+
+
 class Row(Protocol):
     """What a hint needs to know of an endpoint of `app.py`."""
 
@@ -108,6 +112,9 @@ def find_meant(path: str, rows: Sequence[R]) -> R | None:
 def why_unserved(path: str) -> str | None:
     """Why what other servers have there is not here."""
     core = _Typed.of(path).core if len(path) <= MAX_PATH_CHARS else ""
+    for head, why in UNSERVED_BELOW.items():
+        if core.startswith(f"{head}/"):
+            return why
     heads = (core, "/".join(core.split("/")[:2]), core.split("/", maxsplit=1)[0])
     return next((UNSERVED[head] for head in heads if head in UNSERVED), None)
 

@@ -156,6 +156,7 @@ FIELDS = {
     "regex": "A regular expression that the whole answer matches.",
     "repeat_penalty": "As `repetition_penalty`.",
     "repetition_penalty": "Above 1: divides the logit of tokens that prompt or answer have.",
+    "repeat_last_n": "0: no penalties. -1: they look at the whole context, as any other value does here.",
     "response_format": "What the answer must look like.",
     "seed": "The same seed draws the same answer, alone and in any batch.",
     "skip_special_tokens": "Leave the model's control tokens out of the text.",

@@ -47,9 +47,14 @@ def with_unenforced(request: InferenceRequest, words_field: str | None) -> Infer
 
 def _unenforced_of(tool: Tool) -> list[str]:
     try:
-        return [f"{tool.schema_path}.{one.path}" for one in held_parameters(tool).unenforced]
+        return [f"{_indexed(tool.schema_path)}.{one.path}" for one in held_parameters(tool).unenforced]
     except SchemaNotHeld as error:
         raise shape_error(tool.schema_path, error) from None
+
+
+def _indexed(path: str) -> str:
+    """`tools[0].input_schema` of Anthropic's `tools.0.input_schema`: headers have one style for all protocols."""
+    return re.sub(r"^tools\.(\d+)", r"tools[\1]", path)
 
 
 async def answer_in_shape(
@@ -115,5 +120,5 @@ def _freed_of(request: InferenceRequest, freed: Sequence[Tool]) -> InferenceRequ
     if not isinstance(chat, ChatRequest) or not freed:
         return None
     tools = tuple(replace(tool, is_free=True) if tool in freed else tool for tool in chat.tools)
-    names = (*request.unenforced, *(tool.schema_path for tool in freed))
+    names = (*request.unenforced, *(_indexed(tool.schema_path) for tool in freed))
     return replace(request, prompts=(replace(chat, tools=tools),), unenforced=names)

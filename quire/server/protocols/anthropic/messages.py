@@ -29,6 +29,7 @@ from quire.server.protocols.anthropic.parsing import (
 )
 from quire.server.protocols.anthropic.support import refuse_unsupported
 from quire.server.protocols.anthropic.types import (
+    ANTHROPIC_MODELS,
     AnswerBlock,
     AppliedEdits,
     CacheCreation,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from quire.server.model_service import ModelService
     from quire.server.request_context import RequestContext
 
-ANTHROPIC_MODELS = "claude-"  # what their names begin with
 _encoder = msgspec.json.Encoder()
 
 
@@ -89,7 +89,7 @@ async def count_tokens(context: RequestContext) -> Response:
     refuse_unsupported(body)
     grammar_of(body)  # a body that would be refused is not counted either
     found = conversation(body)
-    context.note(IGNORED, found.ignored)
+    context.note_ignored(found.ignored)
     edited = await _edited(context, body, found.chat)
     service = await context.use(_served_name(context, body.model))
     num_tokens = len(await service.encode(edited.chat))
@@ -144,7 +144,8 @@ class Reply:
 
     def answer(self, text: str, finish: FinishReason, stop: str | None) -> MessageResponse:
         parser = self._active.new_parser()
-        content = blocks_of([*parser.push(text), *parser.finish()], shows_thoughts=self._shows_thoughts)
+        pieces = [*parser.push(text), *parser.finish(is_cut=finish is FinishReason.LENGTH)]
+        content = blocks_of(pieces, shows_thoughts=self._shows_thoughts)
         end = self._stop(finish, stop, has_calls=any(isinstance(block, ToolUseBlock) for block in content))
         return self._message(content if self._max_tokens else [], end, self._cache())
 
@@ -161,7 +162,7 @@ class Reply:
             last = batch[-1][1]
             if last.finish_reason is not None:
                 finish, stop = last.finish_reason, last.stop
-                pieces += parser.finish()
+                pieces += parser.finish(is_cut=finish is FinishReason.LENGTH)
             if self._max_tokens and (news := blocks.take(pieces)):
                 yield b"".join(map(event, news))
         reason = self._stop(finish, stop, has_calls=blocks.has_calls)

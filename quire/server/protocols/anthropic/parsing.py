@@ -13,7 +13,7 @@ import msgspec
 from quire.engine.params import GenerationParams, check_temperature
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
-from quire.server.inference_request import Breakpoint, InferenceRequest, priority_of
+from quire.server.inference_request import Breakpoint, InferenceRequest, ThinkingField, priority_of
 from quire.server.protocols.anthropic.editing import ignored_edits
 from quire.server.protocols.anthropic.support import refuse_unsupported, unsupported
 from quire.server.protocols.anthropic.types import (
@@ -57,9 +57,22 @@ def to_ask(body: MessagesRequest) -> InferenceRequest:
         cache_salt=body.cache_salt or "",
         breakpoints=breakpoints,
         wants_cache=bool(body.cache),
-        ignored=ignored,
+        ignored=(*ignored, *_ignored(body)),
+        thinking_fields=_thinking_fields(body, chat),
     )
     return with_unenforced(request, shape_field(body))
+
+
+def _ignored(body: MessagesRequest) -> tuple[str, ...]:
+    has_budget = body.thinking is not None and body.thinking.budget_tokens is not None
+    return ("thinking.budget_tokens",) if has_budget else ()
+
+
+def _thinking_fields(body: MessagesRequest, chat: ChatRequest) -> tuple[ThinkingField, ...]:
+    found = [] if chat.reasoning_effort is None else [ThinkingField("output_config.effort", None)]
+    if body.thinking is not None:
+        found.insert(0, ThinkingField("thinking", _THINKING[body.thinking.type] is not False))
+    return tuple(found)
 
 
 class Conversation(NamedTuple):
@@ -160,7 +173,7 @@ def _tools(body: CountTokensRequest, references: Container[str]) -> _Tools:
             if is_forced:
                 text = f"tool_choice.name = {tool.name!r:.80} is not supported: this server runs no tools"
                 raise unsupported("tool_choice.name", text)
-            ignored.append(f"tools.{i}.{tool.type}")
+            ignored.append(f"tools[{i}].{tool.type}")
         elif not tool.defer_loading or is_forced or tool.name in references:
             tools.append(_tool(tool, f"tools.{i}"))
     return _Tools(tuple(tools), choice, tuple(ignored))
@@ -337,7 +350,7 @@ def _schema_grammar(given: OutputFormat, path: str) -> Grammar:
         where = path.replace(".schema", ".type")
         raise unsupported(where, f"{where} = {given.type!r:.80} is not supported: only json_schema is")
     try:
-        return json_schema_grammar(_given(given.schema, path), strict=False)
+        return json_schema_grammar(_given(given.schema, path), strict=bool(given.strict))
     except InvalidRequest as error:
         raise shape_error(path, error) from None
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from msgspec import Meta
 
 from quire.server.errors import ApiError, Kind
+from quire.server.protocols.shape_fields import SHAPE_FIELDS
 
 
 class Unsupported(NamedTuple):
@@ -18,6 +19,7 @@ class Unsupported(NamedTuple):
 
 
 _CONVERSATIONS = "conversations are taken as they are"
+_SHAPE = "output_config.format says here what the answer must look like, by a JSON schema"
 _ONE_MODEL = "one model is served"
 _NOTHING: tuple[object, ...] = (None, "", [], {})  # nor do these, in any field
 
@@ -31,6 +33,8 @@ UNSUPPORTED = {
     "fallback_credit_token": Unsupported(_ONE_MODEL),
     "inference_geo": Unsupported("the model runs where this server runs", ("global",)),
     "speed": Unsupported("there is one speed", ("standard",)),
+    "format": Unsupported(_SHAPE),
+    **{name: Unsupported(_SHAPE, ("text",) if name == "response_format" else ()) for name in SHAPE_FIELDS},
 }
 
 

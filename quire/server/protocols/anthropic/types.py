@@ -6,17 +6,19 @@ body becomes an `InferenceRequest`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.request import MAX_TOKEN_ID, MIN_PENALTY
 from quire.server.protocols.anthropic.support import refused
 from quire.server.protocols.cache_explanation import CacheView
+from quire.server.protocols.shape_fields import with_shape_fields
 from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 
+ANTHROPIC_MODELS = "claude-"  # what the names of Anthropic's own models begin with
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ROLES = ("user", "assistant", "system")
 MAX_TEMPERATURE = 1  # as in Anthropic's API
@@ -67,6 +69,10 @@ class Block(Struct, frozen=True):
 class OutputFormat(Struct, frozen=True, kw_only=True):
     type: Annotated[str, _bounds(enum=["json_schema"])]
     schema: dict[str, Any] | None = None
+    strict: Annotated[
+        bool | None,
+        _says("Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
 
 
 class OutputConfig(Struct, frozen=True, kw_only=True):
@@ -127,7 +133,14 @@ class ContextManagement(Struct, frozen=True, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
-class CountTokensRequest(Struct, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+
+    class _ShapeFields(Struct, frozen=True, kw_only=True): ...
+else:
+    _ShapeFields = with_shape_fields("_ShapeFields", refused, frozen=True)
+
+
+class CountTokensRequest(_ShapeFields, frozen=True, kw_only=True):
     """A conversation."""
 
     model: str
@@ -140,6 +153,7 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
     diagnostics: Annotated[Any, refused("diagnostics")] = None
     fallback_credit_token: Annotated[Any, refused("fallback_credit_token")] = None
     fallbacks: Annotated[Any, refused("fallbacks")] = None
+    format: Annotated[Any, refused("format")] = None
     inference_geo: Annotated[Any, refused("inference_geo")] = None
     mcp_servers: Annotated[Any, refused("mcp_servers")] = None
     output_config: OutputConfig | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
+from quire.core.request import FinishReason
 from quire.engine.outputs import Completion, TokenLogprob
 from quire.errors import InvalidRequest
 from quire.server.errors import ApiError, Kind
@@ -204,7 +205,7 @@ class Reply:
             last = batch[-1][1]
             if last.finish_reason is not None:
                 reason = finish_reason(last.finish_reason, last.error)
-                pieces += parser.finish()
+                pieces += parser.finish(is_cut=last.finish_reason is FinishReason.LENGTH)
             said = gatherer.take(pieces, is_last=last.finish_reason is not None)
             entries = [entry for _, delta in batch for entry in delta.logprobs]
             if said or entries:
@@ -213,7 +214,8 @@ class Reply:
 
     def whole(self, one: Completion) -> OllamaAnswer:
         parser = self._active.new_parser()
-        said = Gatherer().take([*parser.push(one.text), *parser.finish()], is_last=True)
+        pieces = [*parser.push(one.text), *parser.finish(is_cut=one.finish_reason is FinishReason.LENGTH)]
+        said = Gatherer().take(pieces, is_last=True)
         end = self._end(finish_reason(one.finish_reason, one.error))
         return self._make(said, end | {"logprobs": _logprobs(one.logprobs or ())})
 

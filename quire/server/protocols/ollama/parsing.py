@@ -56,6 +56,8 @@ _MAX_DURATION_CHARS = 32
 
 def find_model(models: Models, name: str) -> Model:
     """By its name, or without Ollama's default tag. Raises ApiError in the words that Ollama's clients look for."""
+    if not name:
+        return models.default
     for known in (name, name.removesuffix(DEFAULT_TAG)):
         if known in models.names:
             return models.find(known)
@@ -65,6 +67,7 @@ def find_model(models: Models, name: str) -> Model:
 
 def parse_chat(body: OllamaChatRequest) -> InferenceRequest:
     """Raises ApiError for what is known and not built, InvalidRequest for what can never work."""
+    refuse_unsupported(body)
     messages = parse_messages(body.messages or ())
     is_prefill = messages[-1].role is Role.ASSISTANT
     if is_prefill and messages[-1].tool_calls:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from msgspec import Meta
 
 from quire.server.errors import ApiError, Kind
+from quire.server.protocols.shape_fields import SHAPE_FIELDS
 
 
 class Unsupported(NamedTuple):
@@ -18,6 +19,7 @@ class Unsupported(NamedTuple):
     harmless: tuple[Any, ...] = ()  # values that ask for nothing; null always does
 
 
+_SHAPE = "format says here what the answer must look like: json, or a JSON schema"
 _SAMPLER = "there is no such sampler here"
 
 # Fields of a body, of a message and of options.
@@ -28,6 +30,7 @@ UNSUPPORTED = {
     "mirostat": Unsupported(_SAMPLER, (0,)),
     "typical_p": Unsupported(_SAMPLER, (1,)),
     "tfs_z": Unsupported(_SAMPLER, (1,)),
+    **{name: Unsupported(_SHAPE, harmless) for name, harmless in SHAPE_FIELDS.items()},
 }
 
 _LOADING = "the server decides that when it loads a model"

@@ -6,7 +6,7 @@ whose messages name field and value.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -14,6 +14,7 @@ from quire.core.request import MAX_TOKEN_ID
 from quire.engine.params import MAX_LOGPROBS, MAX_TEMPERATURE
 from quire.server.protocols.cache_explanation import CacheView
 from quire.server.protocols.ollama.support import ignored, refused
+from quire.server.protocols.shape_fields import with_shape_fields
 from quire.text.messages import MAX_MESSAGES
 from quire.text.stop_strings import MAX_STOPS
 from quire.text.tools import MAX_TOOLS
@@ -123,7 +124,14 @@ class OllamaTool(Struct, kw_only=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
 
 
-class OllamaBody(Struct, kw_only=True):
+if TYPE_CHECKING:
+
+    class _ShapeFields(Struct, kw_only=True): ...
+else:
+    _ShapeFields = with_shape_fields("_ShapeFields", refused)
+
+
+class OllamaBody(_ShapeFields, kw_only=True):
     """What both ways to ask have in common."""
 
     model: Annotated[str, _says("As /api/tags lists it; the tag `latest` may be left out or added.")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET
 
+from quire.core.request import FinishReason
 from quire.engine.outputs import Delta, GenerationOutput, TokenLogprob, Usage
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
@@ -31,10 +32,12 @@ from quire.server.protocols.openai.parsing import (
     NAMES,
     ask_of,
     cache_ttl_s,
+    has_no_budget,
     in_their_words,
     includes_usage,
     params_of,
     says_usage_always,
+    thinking_fields,
     ttl_s,
 )
 from quire.server.protocols.openai.support import CHAT_UNSUPPORTED, UNSUPPORTED, refuse_unsupported, unsupported
@@ -117,7 +120,9 @@ def parse_chat(body: ChatCompletionRequest) -> InferenceRequest:
         params = params_of(body, max_tokens=max_tokens, logprobs=_logprobs(body))
         request = ask_of(body, (chat,), params, _breakpoints(body))
         request = replace(
-            request, ignored=(*request.ignored, *ignored), switches_thinking=body.enable_thinking is not None
+            request,
+            ignored=(*request.ignored, *ignored),
+            thinking_fields=thinking_fields(body, "reasoning_effort", body.reasoning_effort),
         )
         return with_unenforced(request, shape_field(body))
 
@@ -134,7 +139,7 @@ def conversation_of(body: ChatCompletionRequest) -> tuple[ChatRequest, tuple[str
         body.chat_template_kwargs or {},
         tools,
         choice,
-        wants_thought=False if body.reasoning_effort == "none" else body.enable_thinking,
+        wants_thought=False if body.reasoning_effort == "none" or has_no_budget(body) else body.enable_thinking,
         reasoning_effort=body.reasoning_effort,
     )
     return chat, ignored
@@ -240,7 +245,7 @@ class ChatChoices:
         parser = self._parsers[index]
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
+            pieces += parser.finish(is_cut=delta.finish_reason is FinishReason.LENGTH)
         for piece in pieces:
             if isinstance(piece, CallStart):
                 self._arguments[index] = ""
@@ -286,7 +291,8 @@ def whole_chat(
     choices: list[ChatChoice] = []
     for one in (one for output in outputs for one in output.completions):
         parser = new_parser()
-        message = _answer_message([*parser.push(one.text), *parser.finish()])
+        is_cut = one.finish_reason is FinishReason.LENGTH
+        message = _answer_message([*parser.push(one.text), *parser.finish(is_cut=is_cut)])
         logprobs = None if one.logprobs is None else _chat_logprobs(one.logprobs)
         arguments = message.tool_calls[-1].function.arguments if message.tool_calls else None
         reason = _reason(finish_reason(one.finish_reason, one.error), arguments)

@@ -15,7 +15,6 @@ from quire.server.protocols.openai.support import Unsupported
 
 _SAMPLERS = "the samplers are temperature, top_k, top_p, min_p, penalties and logit_bias"
 _THOUGHTS = "thoughts are told apart, in reasoning_content, as they come"
-_BUDGET = "max_tokens bounds thought and answer together"
 _LOGPROBS = "logprobs and top_logprobs give them"
 _NO_CODE = "a request cannot bring code"
 _NO_LORA = "there are no adapters: name a model that is served"
@@ -49,10 +48,6 @@ REFUSED = {
     "stream_reasoning": Unsupported(_THOUGHTS, (True,)),
     "include_reasoning": Unsupported(_THOUGHTS, (True,)),
     "reasoning_format": Unsupported(_THOUGHTS, ("auto", "deepseek")),
-    "thinking_budget": Unsupported(_BUDGET, (-1,)),
-    "thinking_budget_tokens": Unsupported(_BUDGET, (-1,)),
-    "thinking_token_budget": Unsupported(_BUDGET, (-1,)),
-    "reasoning_budget": Unsupported(_BUDGET, (-1,)),
     "parse_tool_calls": Unsupported("calls are always told as calls", (True,)),
     # What else an answer would have to tell.
     "n_probs": Unsupported(_LOGPROBS, (0,)),
@@ -76,8 +71,12 @@ REFUSED = {
     "kv_transfer_params": Unsupported("prompt and answer are computed in one place", ({},)),
 }
 
+# How many tokens to think.
+BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget")
+
+_BUDGET = "0: do not think. Others: no effect, max_tokens bounds thought and answer together."
+
 ACCEPTED = {
-    "repeat_last_n": "penalties look at the whole prompt and answer",
     "mirostat_tau": "it is a setting of mirostat",
     "mirostat_eta": "it is a setting of mirostat",
     "dynatemp_exponent": "it is a setting of dynatemp_range",
@@ -119,6 +118,7 @@ else:
         "OtherServersFields",
         [
             *(_field(name, f"Not supported: {row.why}.") for name, row in REFUSED.items()),
+            *((name, Annotated[int, Meta(description=_BUDGET)] | None, None) for name in BUDGETS),
             *(_field(name, f"Accepted, without effect: {why}.") for name, why in ACCEPTED.items()),
         ],
         kw_only=True,

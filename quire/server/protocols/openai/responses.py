@@ -106,7 +106,7 @@ class Reply:
             events += self._items.take(self._parser.push(delta.text), tuple(map(_logprob, delta.logprobs)))
             if delta.finish_reason is not None:
                 self._is_whole = finish_reason(delta.finish_reason, delta.error) != "length"
-                events += self._items.take(self._parser.finish())
+                events += self._items.take(self._parser.finish(is_cut=not self._is_whole))
                 events += self._items.finish(is_whole=self._is_whole)
         return events
 

@@ -12,7 +12,16 @@ import msgspec
 from quire.engine.params import MAX_LOGPROBS
 from quire.errors import InvalidRequest
 from quire.server.inference_request import Breakpoint, InferenceRequest
-from quire.server.protocols.openai.parsing import NAMES, ask_of, cache_ttl_s, in_their_words, params_of, ttl_s
+from quire.server.protocols.openai.parsing import (
+    NAMES,
+    ask_of,
+    cache_ttl_s,
+    has_no_budget,
+    in_their_words,
+    params_of,
+    thinking_fields,
+    ttl_s,
+)
 from quire.server.protocols.openai.responses_tools import INPUT, parse_tools, qualified_name
 from quire.server.protocols.openai.responses_types import (
     ITEMS,
@@ -59,7 +68,7 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             template_args=body.chat_template_kwargs or {},
             tools=tools,
             tool_choice=choice,
-            wants_thought=False if effort == "none" else body.enable_thinking,
+            wants_thought=False if effort == "none" or has_no_budget(body) else body.enable_thinking,
             reasoning_effort=effort,
         )
         max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
@@ -71,8 +80,8 @@ def parse_responses(body: ResponsesRequest) -> InferenceRequest:
             params = replace(params, grammar=make_grammar(*shape))
         request = ask_of(body, (chat,), params, tuple(conversation.breakpoints))
         ignored = (*request.ignored, *ignored)
-        thinking = body.enable_thinking is not None
-        request = replace(request, ignored=ignored, unenforced=unenforced, switches_thinking=thinking)
+        thinking = thinking_fields(body, "reasoning.effort", effort)
+        request = replace(request, ignored=ignored, unenforced=unenforced, thinking_fields=thinking)
         return with_unenforced(request, shape_field(body))
 
 

@@ -106,8 +106,10 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
         case str(mode):
             return ToolChoice(_mode("tool_choice", mode, ToolMode), is_parallel=is_parallel)
         case ToolChoiceBody(type="function" | "custom", name=name, namespace=namespace):
-            name = qualified_name(namespace, _given(name, "tool_choice.name"))
-            return ToolChoice(ToolMode.REQUIRED, name, is_parallel=is_parallel)
+            name = _given(name, "tool_choice.name")
+            if namespace is None:
+                _check_namespace(body, name)
+            return ToolChoice(ToolMode.REQUIRED, qualified_name(namespace, name), is_parallel=is_parallel)
         case ToolChoiceBody(type="allowed_tools") as choice:
             mode = _mode("tool_choice.mode", choice.mode, (ToolMode.AUTO, ToolMode.REQUIRED))
             functions = [(i, tool) for i, tool in enumerate(choice.tools or ()) if tool.type in _RUN_BY_CLIENT]
@@ -120,6 +122,14 @@ def _choice(body: ResponsesRequest) -> ToolChoice:
             return ToolChoice(mode, allowed=names, is_parallel=is_parallel)
         case ToolChoiceBody(type=kind):
             raise unsupported("tool_choice.type", forced_tool(kind), is_value=True)
+
+
+def _check_namespace(body: ResponsesRequest, name: str) -> None:
+    """Raises InvalidRequest if only namespaces have a tool of this name."""
+    rows = [row for row in _rows(body.tools or ()) if row.tool.name == name]
+    if rows and all(row.namespace is not None for row in rows):
+        where = f'"namespace": "{rows[0].namespace}"'
+        raise InvalidRequest(f"tool_choice.name = {name!r:.80} is in a namespace: add {where} to tool_choice")
 
 
 def _mode(path: str, mode: str | None, modes: Iterable[ToolMode]) -> ToolMode:

@@ -203,7 +203,7 @@ def unknown_format(field: str, given: str) -> InvalidRequest:
 
 def _structured(prefix: str, given: StructuredOutputs) -> Iterable[_Make]:
     if (schema := given.json) is not None:
-        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=False)
+        yield f"{prefix}json", lambda: json_schema_grammar(_schema(schema), strict=bool(given.strict))
     if (pattern := given.regex) is not None:
         yield f"{prefix}regex", lambda: regex_grammar(pattern)
     if (choices := given.choice) is not None:

@@ -87,6 +87,10 @@ class StructuredOutputs(Struct, kw_only=True):
     choice: list[str] | None = None
     grammar: Annotated[str | None, Meta(description="In llguidance's dialect of Lark, or in GBNF.")] = None
     json_object: bool | None = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="Refuse a schema with keywords that cannot be enforced. Else x-quire-unenforced names them."),
+    ] = None
 
 
 class GenerationBody(OtherServersFields, kw_only=True):
@@ -107,6 +111,7 @@ class GenerationBody(OtherServersFields, kw_only=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None
     repeat_penalty: Annotated[float, _within(minimum=MIN_PENALTY, maximum=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, _within(minimum=-1)] | None = None  # llama.cpp's
     logit_bias: Annotated[dict[str, float], _within(maxProperties=MAX_BIASES)] | None = None
     seed: Annotated[int, _within(minimum=-(2**63), maximum=2**64 - 1)] | None = None
     stop: str | Annotated[list[str], _within(maxItems=MAX_STOPS)] | None = None
