@@ -305,8 +305,8 @@ def _why(startup: Startup) -> str:
 def _audience(config: ServeConfig) -> str:
     where = "" if config.is_local else f"; on a phone or another machine: {_elsewhere(config)}"
     if config.has_keys:
-        return f"those who have a key{where}"
-    return "this machine only, without a key" if config.is_local else f"EVERYONE who can reach it, without a key{where}"
+        return f"clients with an API key{where}"
+    return "this machine only, without a key" if config.is_local else f"ALL CLIENTS that can reach it, without a key{where}"
 
 
 def _elsewhere(config: ServeConfig) -> str:

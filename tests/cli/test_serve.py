@@ -192,18 +192,18 @@ def test_the_start_prints_the_reason_for_the_cache_size(
     ("settings", "line"),
     [
         ({}, "open to    this machine only, without a key"),
-        ({"api_key": ("sk-12345678",)}, "open to    those who have a key"),
+        ({"api_key": ("sk-12345678",)}, "open to    clients with an API key"),
         (
             {"host": "0.0.0.0", "insecure": True, "port": 8001},
-            "open to    EVERYONE who can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
         ),
         (
             {"host": "0.0.0.0", "api_key": ("sk-12345678",)},
-            "open to    those who have a key; on a phone or another machine: http://192.0.2.7:8000",
+            "open to    clients with an API key; on a phone or another machine: http://192.0.2.7:8000",
         ),
         (
             {"host": "10.1.2.3", "insecure": True},
-            "open to    EVERYONE who can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
         ),
     ],
 )
