@@ -61,10 +61,7 @@ def bench(
         str | None,
         typer.Option(help="A name `quire models` lists, a folder or a .gguf file (the default model)."),
     ] = None,
-    clients: Annotated[
-        list[str] | None,
-        typer.Option(help="Numbers of concurrent clients, with commas or repeated (1,2,4,8,16)."),
-    ] = None,
+    clients: Annotated[list[str] | None, typer.Option(help="Numbers of concurrent clients (1,2,4,8,16).")] = None,
     rounds: Annotated[int, typer.Option(help="Number of measurements of each part.")] = _DEFAULT.rounds,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = _DEFAULT.prompt_tokens,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = _DEFAULT.output_tokens,

@@ -41,16 +41,10 @@ def generate(
     stop: options.StopOption = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of answers.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue when the model ends its answer.")] = False,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the answer must follow.")
-    ] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="File with the JSON schema of the answer.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="File with a grammar (Lark or GBNF) that the answer must follow.")
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: number of alternatives to print for each token.")
-    ] = None,
+    grammar: Annotated[Path | None, typer.Option(help="File with the grammar of the answer, Lark or GBNF.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: alternatives to print for each token.")] = None,
     server: options.ServerOption = None,
     api_key: options.KeyOption = None,
     local: options.LocalOption = False,

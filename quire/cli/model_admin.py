@@ -101,7 +101,7 @@ def _list_requests(remote: ServerClient) -> list[dict[str, Any]]:
         found = remote.get("/v1/requests")
     except InvalidRequest as error:
         if "HTTP 404" in str(error):
-            return []  # a server before 0.20 does not list them
+            return []  # an older server does not list them
         raise
     entries = found.get("data") if isinstance(found, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.server_client import DEFAULT_URL
+from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
+from quire.core.policy import PATIENCE_S
 from quire.errors import InvalidRequest
 from quire.sizes import compared_sizes
 
@@ -76,6 +78,16 @@ ServerOption = Annotated[
 ]
 KeyOption = Annotated[
     str | None, typer.Option("--api-key", metavar="KEY", help="API key for the server; else $QUIRE_API_KEY.")
+]
+PatienceOption = Annotated[
+    float | None,
+    typer.Option(help=f"Policy aging: seconds of waiting that raise a request by one tier ({PATIENCE_S:g})."),
+]
+NormalShareOption = Annotated[
+    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier normal ({NORMAL_SHARE:g}).")
+]
+LowShareOption = Annotated[
+    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
 ]
 LocalOption = Annotated[bool, typer.Option("--local", help="Load the model in this process, even if a server runs.")]
 

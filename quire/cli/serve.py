@@ -23,7 +23,6 @@ from quire.cli import model_loading, options
 from quire.cli.first_answer import ask_first_question
 from quire.cli.options import check_memory, option_name
 from quire.cli.serve_models import list_models, locate_all, models_from_environment, read_file
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
 from quire.core.policy import POLICIES
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sizes import parse_size, reported_size
@@ -40,6 +39,12 @@ Texts = list[str] | None
 
 def _many(what: str) -> Any:
     return typer.Option(metavar="TEXT", help=f"{what}; repeatable.")
+
+
+AdminKeys = Annotated[Texts, _many("API key that may also load and unload models, cancel requests and clear the cache")]
+DefaultMaxTokens = Annotated[
+    int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
+]
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -67,41 +72,25 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def serve(
-    model: Annotated[
-        Texts, typer.Argument(help="Names, folders or .gguf files; clients get the first by default.")
-    ] = None,
+    model: Annotated[Texts, typer.Argument(help="Names, folders or .gguf files; the first is the default.")] = None,
     model_option: Annotated[str | None, Opt("--model", "-m", hidden=True)] = None,  # as in vLLM and `quire generate`
     config: Annotated[Path | None, Opt(help="YAML file with options.", is_eager=True, callback=read_config)] = None,
-    host: Annotated[
-        str, Opt(help="Address to listen on. Other addresses than this machine's own need API keys.")
-    ] = "127.0.0.1",
+    host: Annotated[str, Opt(help="Address to listen on. Beyond this machine, API keys are required.")] = "127.0.0.1",
     port: Annotated[int, Opt(help="Port to listen on; 0: any free port.")] = 8000,
     models_dir: Annotated[Path | None, Opt(help="Serve every model in this folder.")] = None,
     memory: Annotated[str | None, Opt(metavar="SIZE", help="Memory for weights and KV of all models, like 8G.")] = None,
     idle_unload: Annotated[float | None, Opt(help="Unload a model after this many seconds without a request.")] = None,
     served_model_name: Annotated[Texts, _many("Names clients may use")] = None,
     api_key: Annotated[Texts, _many("API key of clients")] = None,
-    admin_api_key: Annotated[
-        Texts, _many("API key that may also load and unload models, cancel requests, clear and pin the cache")
-    ] = None,
+    admin_api_key: AdminKeys = None,
     api_keys_file: Annotated[Path | None, Opt(help="YAML file of API keys with names, tiers and limits.")] = None,
     insecure: Annotated[bool, Opt("--insecure", help="Accept requests of other machines without an API key.")] = False,
-    share_prefix_cache: Annotated[
-        bool, Opt("--share-prefix-cache", help="Share the prefix cache among API keys.")
-    ] = False,
+    share_prefix_cache: Annotated[bool, Opt("--share-prefix-cache", help="Share cached prefixes among keys.")] = False,
     max_model_len: Annotated[int | None, Opt(help="Maximum number of tokens of prompt and answer.")] = None,
-    default_max_tokens: Annotated[
-        int, Opt(help="Longest answer to a chat request that sets no limit; -1: the rest of the context.")
-    ] = 4096,
-    max_num_seqs: Annotated[
-        int | None, Opt(help="Maximum number of requests in one step; by default 64, on a GPU 256.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, Opt(help="Maximum number of tokens in one step; by default chosen for device and model.")
-    ] = None,
-    max_chunk_tokens: Annotated[
-        int | None, Opt(help="Maximum number of tokens of one prompt in one step; by default chosen for the device.")
-    ] = None,
+    default_max_tokens: DefaultMaxTokens = 4096,
+    max_num_seqs: Annotated[int | None, Opt(help="Maximum requests in one step; by default 64, on a GPU 256.")] = None,
+    max_num_batched_tokens: Annotated[int | None, Opt(help="Maximum tokens in one step (by device and model).")] = None,
+    max_chunk_tokens: Annotated[int | None, Opt(help="Maximum tokens of one prompt in one step (by device).")] = None,
     block_size: Annotated[int, Opt(help="Tokens in a block of the KV cache.")] = 32,
     num_blocks: Annotated[int | None, Opt(help="Blocks of the KV cache, in place of --kv-memory.")] = None,
     kv_memory: options.MemoryOption = None,
@@ -113,16 +102,9 @@ def serve(
     load_format: options.LoadFormatOption = "auto",
     threads: options.ThreadsOption = None,
     scheduling_policy: Annotated[str, Opt(help=f"Scheduling policy: {', '.join(POLICIES)}.")] = "fair",
-    normal_share: Annotated[
-        float | None,
-        Opt(help=f"Policy fair: share of tokens guaranteed to the tier normal; by default {NORMAL_SHARE:g}."),
-    ] = None,
-    low_share: Annotated[
-        float | None, Opt(help=f"Policy fair: share of tokens guaranteed to the tier low; by default {LOW_SHARE:g}.")
-    ] = None,
-    patience: Annotated[
-        float | None, Opt(help="Policy aging: seconds of waiting that raise a request by one tier; by default 10.")
-    ] = None,
+    normal_share: options.NormalShareOption = None,
+    low_share: options.LowShareOption = None,
+    patience: options.PatienceOption = None,
     max_queue: Annotated[int, Opt(help="Maximum number of waiting requests; more are refused with status 429.")] = 512,
     max_queued_tokens: Annotated[int, Opt(help="Maximum number of prompt tokens of waiting requests.")] = 1 << 20,
     queue_timeout: Annotated[float, Opt(help="Seconds a request may wait before it is refused.")] = 60.0,
@@ -130,14 +112,10 @@ def serve(
     max_body_size: Annotated[str, Opt(metavar="SIZE", help="Maximum size of a request body.")] = "16M",
     body_timeout: Annotated[float, Opt(help="Seconds for a request body to arrive, plus one for each MiB.")] = 10.0,
     header_timeout: Annotated[float, Opt(help="Seconds for request headers to arrive.")] = 10.0,
-    slow_client_timeout: Annotated[
-        float, Opt(help="Seconds after which a stream that the client does not read is cancelled.")
-    ] = 30.0,
+    slow_client_timeout: Annotated[float, Opt(help="Seconds until a stream that is not read is cancelled.")] = 30.0,
     keep_alive_interval: Annotated[float, Opt(help="Seconds between comments in a stream without events.")] = 10.0,
     max_connections: Annotated[int, Opt(help="Maximum number of open connections.")] = 4096,
-    hang_limit: Annotated[
-        float, Opt(help="Seconds without a sign of life after which the process of a model is replaced.")
-    ] = 30.0,
+    hang_limit: Annotated[float, Opt(help="Seconds without a sign of life until a worker process is replaced.")] = 30.0,
     allowed_origins: Annotated[Texts, _many("Origins of web pages that may send requests (CORS)")] = None,
     allowed_hosts: Annotated[Texts, _many("Host names that a server without API keys accepts")] = None,
     ssl_certfile: Annotated[Path | None, Opt(help="File with the TLS certificate.")] = None,
@@ -306,7 +284,11 @@ def _audience(config: ServeConfig) -> str:
     where = "" if config.is_local else f"; on a phone or another machine: {_elsewhere(config)}"
     if config.has_keys:
         return f"clients with an API key{where}"
-    return "this machine only, without a key" if config.is_local else f"ALL CLIENTS that can reach it, without a key{where}"
+    return (
+        "this machine only, without a key"
+        if config.is_local
+        else f"ALL CLIENTS that can reach it, without a key{where}"
+    )
 
 
 def _elsewhere(config: ServeConfig) -> str:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire import __version__
-from quire.core.ledger import LOW_SHARE, NORMAL_SHARE
-from quire.core.policy import PATIENCE_S, POLICIES
+from quire.cli import options
+from quire.core.policy import POLICIES
 from quire.core.request import Priority
 from quire.errors import InvalidRequest, MissingExtra
 from quire.sim.scenarios import SCENARIOS
@@ -33,22 +33,12 @@ DEFAULT_BLOCKS = (512, 4096)
 MAX_BLOCKS = 10_000_000  # the simulator has an object for each
 PLOT_SUFFIXES = (".png", ".svg")
 
-OLD_OPTIONS = {  # names before 0.20, still accepted
+OLD_OPTIONS = {  # older names, still accepted
     "--policy": "--scheduling-policy",
     "--blocks": "--num-blocks",
     "--cache": "--enable-prefix-caching",
     "--no-cache": "--no-enable-prefix-caching",
 }
-Patience = Annotated[
-    float | None,
-    typer.Option(help=f"Policy aging: seconds of waiting that raise a request by one tier ({PATIENCE_S:g})."),
-]
-NormalShare = Annotated[
-    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier normal ({NORMAL_SHARE:g}).")
-]
-LowShare = Annotated[
-    float | None, typer.Option(help=f"Policy fair: share of tokens guaranteed to the tier low ({LOW_SHARE:g}).")
-]
 
 
 def sim(
@@ -61,14 +51,10 @@ def sim(
     num_blocks: Annotated[
         list[int] | None, typer.Option(help="Blocks of the KV cache; repeat to compare (512 and 4096).")
     ] = None,
-    machine: Annotated[
-        str, typer.Option(help=f"Machine whose step times are used: {', '.join(MACHINES)}.")
-    ] = "h200-llama3-8b",
+    machine: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(MACHINES)}.")] = "h200-llama3-8b",
     base_ms: Annotated[float | None, typer.Option(help="Fixed time of a step, in place of the machine's.")] = None,
     token_us: Annotated[float | None, typer.Option(help="Time per computed token, in place of the machine's.")] = None,
-    context_us: Annotated[
-        float | None, typer.Option(help="Time per KV token that is read, in place of the machine's.")
-    ] = None,
+    context_us: Annotated[float | None, typer.Option(help="Time per read KV token, in place of the machine's.")] = None,
     kv_bytes: Annotated[int | None, typer.Option(help="KV bytes per token, in place of the machine's.")] = None,
     scenario: Annotated[
         str | None, typer.Option(help=f"Synthetic trace: {', '.join(SCENARIOS)} (mixed); docs/simulator.md.")
@@ -84,12 +70,10 @@ def sim(
     max_chunk_tokens: Annotated[
         int, typer.Option(help="Maximum number of prompt tokens of one request in one step.")
     ] = _DEFAULT.max_chunk_tokens,
-    max_waiting: Annotated[
-        int, typer.Option(help="Maximum number of waiting requests; more are refused.")
-    ] = _DEFAULT.max_waiting,
-    patience: Patience = None,
-    normal_share: NormalShare = None,
-    low_share: LowShare = None,
+    max_waiting: Annotated[int, typer.Option(help="Maximum number of waiting requests.")] = _DEFAULT.max_waiting,
+    patience: options.PatienceOption = None,
+    normal_share: options.NormalShareOption = None,
+    low_share: options.LowShareOption = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the comparison to this .png or .svg file.")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.")] = None,
