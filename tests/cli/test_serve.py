@@ -195,7 +195,7 @@ def test_the_start_prints_the_reason_for_the_cache_size(
         ({"api_key": ("sk-12345678",)}, "open to    clients with an API key"),
         (
             {"host": "0.0.0.0", "insecure": True, "port": 8001},
-            "open to    ALL that can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://192.0.2.7:8001",
         ),
         (
             {"host": "0.0.0.0", "api_key": ("sk-12345678",)},
@@ -203,7 +203,7 @@ def test_the_start_prints_the_reason_for_the_cache_size(
         ),
         (
             {"host": "10.1.2.3", "insecure": True},
-            "open to    ALL that can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
+            "open to    ALL CLIENTS that can reach it, without a key; on a phone or another machine: http://10.1.2.3:8000",
         ),
     ],
 )
