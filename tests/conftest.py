@@ -82,6 +82,7 @@ SLOW_FILES_S = {
     "server/test_openai_client.py": 14,
     "backends/torch/kernels/test_attention.py": 12,
     "server/test_responses_client.py": 12,
+    "cli/test_pull.py": 15,
     "cli/test_serve.py": 11,
     "server/test_anthropic_client.py": 11,
     "server/test_ollama_client.py": 11,
