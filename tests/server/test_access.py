@@ -42,7 +42,8 @@ OPEN = {"/health", "/", "/page/app.js", "/docs"}  # the pages are static files, 
 
 
 def path_of(endpoint: Endpoint) -> str:
-    names = {"{model:path}": "tiny", "{name}": "app.js", "{file_id}": "file-1", "{batch_id}": "batch_1"}
+    names = {"{model:path}": "tiny", "{name}": "app.js", "{request_id}": "req_1"}
+    names |= {"{file_id}": "file-1", "{batch_id}": "batch_1"}
     return re.sub(r"\{[^}]+\}", lambda found: names[found[0]], endpoint.path)
 
 
