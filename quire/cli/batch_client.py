@@ -113,7 +113,7 @@ class BatchClient:
             connection.close()
 
     def _lost(self, error: Exception) -> ConnectionLost:
-        reason = "it took too long" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
+        reason = "timeout" if isinstance(error, TimeoutError) else printable(str(error)) or type(error).__name__
         return ConnectionLost(f"{self._url} did not answer: {reason}")
 
 
